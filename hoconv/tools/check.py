@@ -48,7 +48,7 @@ from hoconv.dispatch.declaration import Operator, operators
 from hoconv.dispatch.implementations import BrokenImplementationError, ImplementationError, choose
 from hoconv.tools import commands
 from hoconv.tools.checking import trials
-from hoconv.tools.checking.row import Row
+from hoconv.tools.checking.row import Row, summary
 from hoconv.tools.commands import dtype_name
 from hoconv.tools.tables import print_line
 from hoconv.tools.testing import supervision
@@ -218,16 +218,15 @@ def _seeded(*seeds: int) -> Iterator[None]:
 
 
 def _show_failures(rows: list[Row]) -> None:
-    """Prints a line for each failure, and each compiler's further lines once."""
+    """Prints a line for each failure, one for those of several samples, and each compiler's further
+    lines once."""
     shown = {""}
-    for row in rows:
-        where = " ".join(filter(None, (row.operator, row.impl, row.device, row.dtype)))
-        for failure in row.failures:
-            line, *details = failure.splitlines()
-            print_line(f"{where}: {line}", indent=2)
-            if (said := "\n".join(details)) not in shown:
-                print(said)
-            shown.add(said)
+    for failure in summary(rows):
+        line, *details = failure.splitlines()
+        print_line(line, indent=2)
+        if (said := "\n".join(details)) not in shown:
+            print(said)
+        shown.add(said)
 
 
 def _show_table(operator: str, device: str, rows: list[Row]) -> None:
@@ -258,6 +257,7 @@ def _for_json(row: Row) -> dict[str, Any]:
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(row).items()
+        if name != "samples"
     }
 
 

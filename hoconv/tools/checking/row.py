@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,12 @@ from hoconv.tools.testing.comparison import relative_error
 # the part of a result at one index of a dimension may be, relative to that part.
 _ELEMENT = 8
 _LEAST_PART = 16  # elements of such a part: of fewer, sums that cancel are nothing to compare with
+# What differs from sample to sample where the same is wrong: errors, shapes and dtypes, not the
+# position of an argument or an output.
+_VARYING = re.compile(
+    r"(?<!argument )(?<!output\[)\b(\d[\d.]*(e[-+]\d+)?|nan|inf)\b(, \d+)*"
+    r"|(?<=torch\.)\w+"
+)
 
 
 @dataclass
@@ -29,6 +36,7 @@ class Row:
         failures: what is wrong, a line for each output and gradient, with the sample's name; or,
             without a dtype, why the implementation does not compile or load.
         unavailable: what is missing to run it on this machine; then the other results are not set.
+        samples: the names of those that were compared.
     """
 
     operator: str
@@ -42,6 +50,7 @@ class Row:
     same_bits: bool = True
     failures: list[str] = field(default_factory=list)
     unavailable: str | None = None
+    samples: list[str] = field(default_factory=list)
 
     def fail(self, what: str) -> None:
         self.failures.append(what)
@@ -117,3 +126,24 @@ class Row:
 
 def _worse(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Says what is wrong in these rows, with a line for failures of an implementation on a device
+    that differ in the sample, the dtype and numbers alone: the first, and how many there are."""
+    alike: dict[tuple[str, ...], list[tuple[Row, str]]] = {}
+    for row in rows:
+        for failure in row.failures:
+            names = (name for name in row.samples if failure.startswith((f"{name}:", f"{name},")))
+            what = failure.removeprefix(max(names, key=len, default=""))
+            key = row.operator, row.impl, row.device, _VARYING.sub("#", what)
+            alike.setdefault(key, []).append((row, failure))
+    lines = []
+    for found in alike.values():
+        row, failure = found[0]
+        first, *details = failure.split("\n")
+        where = " ".join(filter(None, (row.operator, row.impl, row.device, row.dtype)))
+        dtypes = ", ".join(dict.fromkeys(row.dtype for row, _ in found if row.dtype))
+        more = f" (the first of {len(found)} samples with this: {dtypes})" if found[1:] else ""
+        lines.append("\n".join([f"{where}: {first}{more}", *details]))
+    return lines

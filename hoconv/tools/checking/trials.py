@@ -32,6 +32,7 @@ def try_all(operator: Operator, case: Case, other: Case, row: Row) -> None:
     """Tries one case, whose arguments have the values of another case for a while."""
     row.cases += 1
     name = case.sample.name or f"case {row.cases}"
+    row.samples.append(name)
     function = functools.partial(operator.function, impl=row.impl)
     failures = len(row.failures)
     compare(function, name, case, row)

@@ -90,7 +90,8 @@ def test_a_definition_that_fails_is_named(
     assert row_of(record, "reference", "float32")["failures"] == [
         "scale 1: IndexError: no such pixel"
     ]
-    assert "toy reference cpu float16: scale 1: IndexError" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert re.search(r"toy reference cpu float32: scale 1: IndexError.*: float32, float16\)", said)
 
 
 def test_samples_that_fail_are_named(toy: Operator, tmp_path: Path) -> None:
@@ -242,7 +243,7 @@ def tires(x: Tensor, y: Tensor, scale: float) -> Tensor:
             "scale 1: output: ValueError: expected shape",
         ),
         (lambda x, y, scale: (x * y * scale).detach(), "scale 1: RuntimeError"),
-        (wrong_gradient, "scale -2: gradient of argument 1: error 1.0e-02"),
+        (wrong_gradient, "scale 1: gradient of argument 1: error 1.0e-02"),
         (forgetful, "scale 1: output: error nan"),
         (RingOfBuffers.apply, "20 calls later: output: the first result changed"),
         (wrong_in_other_threads, "in 4 threads at once: output: error"),
@@ -296,6 +297,39 @@ def test_fault_is_found_and_named(
     said = capsys.readouterr().out
     assert re.search(rf"^toy faulty cpu float32: .*{re.escape(failure)}", said, re.MULTILINE)
     assert row_of(record, "swapped", "float32")["failures"] == []
+
+
+def test_what_is_wrong_with_several_samples_is_said_once(
+    toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def many(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+        for n in range(1, 9):
+            x, y = (torch.randn(n, 3, device=device, dtype=dtype) for _ in "xy")
+            yield Sample((x, y), {"scale": float(n)}, name=f"{n} x 3")
+
+    def refuses_small_ones(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        if len(x) < 4:
+            raise ValueError(f"expected more than {3 * x.numel()} elements, got shape {[*x.shape]}")
+        return x * y * scale
+
+    declare(dataclasses.replace(toy, name="many", samples=many))
+    add(toy, "double", Implementation(lambda x, y, scale: 2 * x * y * scale))
+    add(toy, "refuses", Implementation(refuses_small_ones))
+    code, record = run(tmp_path, "--operator", "many")
+
+    assert code == 1
+    assert len(row_of(record, "double", "float32")["failures"]) == 24
+    lines = [line for line in capsys.readouterr().out.splitlines() if " cpu float32: " in line]
+    *doubled, refused = lines
+    both = "samples with this: float32, float16)"
+    assert doubled == [
+        f"many double cpu float32: 1 x 3: {what}: error 1.0e+00 (the first of 16 {both}"
+        for what in ("output", "gradient of argument 0", "gradient of argument 1")
+    ]
+    assert refused == (
+        "many refuses cpu float32: 1 x 3: ValueError: expected more than 9 elements, got shape "
+        f"[1, 3] (the first of 6 {both}"
+    )
 
 
 def test_where_the_reference_itself_is_imprecise_no_result_is_judged(toy: Operator) -> None:
