@@ -18,7 +18,7 @@ from hoconv.tools.benchmarking.measurement import (
     failure,
     time_apart,
 )
-from hoconv.tools.testing.comparison import is_floating
+from hoconv.tools.testing.comparison import difference, is_floating, without_infinities
 
 METHOD = (
     " Before every turn the values of floating-point arguments that are not expanded are moved by "
@@ -94,5 +94,6 @@ def _roll(t: Tensor) -> None:
 def _error(result: Tensor, exact: Tensor) -> float:
     """Returns ``|result - exact| / |exact|``, computed on the tensors' device."""
     result, exact = result.detach().double(), exact.detach().double()
-    error = torch.linalg.vector_norm(result - exact)
-    return 0.0 if error == 0 else (error / torch.linalg.vector_norm(exact)).item()
+    error = torch.linalg.vector_norm(difference(result, exact))
+    size = torch.linalg.vector_norm(without_infinities(exact))
+    return 0.0 if error == 0 else (error / size).item()

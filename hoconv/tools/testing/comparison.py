@@ -6,6 +6,7 @@ An output is a tensor, or a pytree of tensors: a tuple or a dict, say.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -122,8 +123,9 @@ def relative_error(
 ) -> float:
     """Returns ``|result - exact| / |exact|``, Euclidean norms in float64.
 
-    It is NaN if either has a NaN, 0 if they are equal, and infinite if only `exact` is all zeros.
-    Either may be sparse.
+    It is NaN if either has a NaN, 0 if they are equal, but for the sign of a zero, and infinite if
+    only `exact` is all zeros. An infinity is right where `exact` has it, and counts for neither
+    norm there. Either may be sparse.
 
     Args:
         typical: takes the place of `exact` in the denominator where it is larger: errors may cancel
@@ -143,10 +145,20 @@ def relative_error(
     exact = exact.to_dense()
     same_shape = torch.broadcast_tensors(result.cpu().to_dense(), exact.cpu())
     pairs = zip(*map(parts_of, same_shape), strict=True)
-    error, size = norm(a - b for a, b in pairs), norm(parts_of(exact))
+    error, size = norm(starmap(difference, pairs)), norm(map(without_infinities, parts_of(exact)))
     if typical is not None:
-        size = torch.maximum(size, norm(parts_of(typical)))
+        size = torch.maximum(size, norm(map(without_infinities, parts_of(typical))))
     return 0.0 if error == 0 else (error / size).item()
+
+
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a - b, zero where both are the same infinity."""
+    return torch.where(a == b, 0, a - b)
+
+
+def without_infinities(t: Tensor) -> Tensor:
+    """Returns a tensor with zeros in place of infinities: no error is small beside these."""
+    return torch.where(t.isinf(), 0, t)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

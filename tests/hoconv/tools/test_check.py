@@ -299,6 +299,25 @@ def test_fault_is_found_and_named(
     assert row_of(record, "swapped", "float32")["failures"] == []
 
 
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_infinities_and_the_sign_of_a_zero_are_no_errors(toy: Operator, bitwise: bool) -> None:
+    def masked(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        out = torch.where(x.detach() > 1, torch.inf, x * y * scale)
+        return torch.where(x.detach() < -1, torch.zeros_like(out), out)
+
+    def minus_zero(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        out = masked(x, y, scale)
+        return torch.where(out == 0, -0.0, out)
+
+    add(toy, "reference", Implementation(masked))
+    add(toy, "finite", Implementation(lambda *args: masked(*args).clamp(max=1e30)))
+    add(toy, "coarse", Implementation(lambda *args: masked(*args) * 1.01))
+    add(toy, "swapped", Implementation(minus_zero))
+    tolerance = 0 if bitwise else 1e-6
+    found = failures_of(toy, bitwise=bitwise, tolerances={torch.float32: tolerance})
+    assert {impl for impl, failures in found.items() if failures} == {"finite", "coarse"}
+
+
 def test_what_is_wrong_with_several_samples_is_said_once(
     toy: Operator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
