@@ -218,6 +218,11 @@ class Trial:
             if same_bits(result, exact):
                 continue
             failure = self._failure(asked, what, result, exact)
+            if failure and self.definition.own and not self.operator.bitwise:
+                nearest = self._nearest(asked, what, result, exact)
+                if not self._failure(asked, what, result, nearest):
+                    failure, exact = None, nearest
+            self._note_error(asked, what, result, exact)
             earlier, of_inputs = self._seen.setdefault(_hash(result), (where, inputs))
             if not failure or (
                 asked.kind in _VARIED and self._is_ill_conditioned(asked, what, result, exact)
@@ -237,11 +242,14 @@ class Trial:
         row = Row(self.operator.name, "candidate", self.worker.device, name, max(tolerance, least))
         judges = {"special": row.judge_special, "scale": row.judge_parts}
         judges.get(asked.kind, row.judge_error)(what, result, exact)
-        if asked.kind == "sample":
-            errors, kind = self.record.errors[name], what.partition(" ")[0].partition("[")[0]
-            error = relative_error(result, exact)
-            errors[kind] = error if math.isnan(error) else max(errors[kind], error)
         return row.failures[0] if row.failures else None
+
+    def _note_error(self, asked: Asked, what: str, result: Tensor, exact: Tensor) -> None:
+        """Notes the error of a sample's result, if it is the largest."""
+        if asked.kind == "sample":
+            errors = self.record.errors[dtype_name(asked.dtype)]
+            kind, error = what.partition(" ")[0].partition("[")[0], relative_error(result, exact)
+            errors[kind] = error if math.isnan(error) else max(errors[kind], error)
 
     def _is_ill_conditioned(self, asked: Asked, what: str, result: Tensor, exact: Tensor) -> bool:
         """Returns whether the definition itself, in the dtype of the call, fails so, or nearly."""
@@ -249,6 +257,14 @@ class Trial:
         allowed = _AS_THE_REFERENCE * relative_error(own, exact)
         fails = self._failure(asked, what, own, exact)
         return bool(fails) or not self._failure(asked, what, result, exact, allowed)
+
+    def _nearest(self, asked: Asked, what: str, result: Tensor, exact: Tensor) -> Tensor:
+        """Returns of each number what is nearer to the result: that of the definition in float64,
+        or that of the definition in the dtype of the call. Where it rounds or compares at a tie,
+        neither is more exact."""
+        own = self._compute(asked, exactly=False)[what].cpu().double()
+        result, exact = result.cpu().double(), exact.cpu().double()
+        return torch.where((result - own).abs() < (result - exact).abs(), own, exact)
 
     def _look_again(self, asked: Asked, reply: Reply) -> None:
         where = f"{dtype_name(asked.dtype)}: {asked.sample.name}"

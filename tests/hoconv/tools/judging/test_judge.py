@@ -148,6 +148,56 @@ def test_exit_codes_say_what_was_judged(
     assert said in captured.out + captured.err
 
 
+STEPS = """
+    import torch
+    from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample
+
+    def steps(x, gain, *, impl="reference"):
+        smooth = x * gain
+        return smooth + (smooth.round() - smooth).detach()
+
+    def samples(device, dtype):
+        odd = 10 * torch.randint(20, (50, 4), device=device) + 5  # times 0.1, a tie in float32
+        x = torch.cat([odd, 300 * torch.randn(50, 4)]).to(device, dtype)
+        yield Sample((x, torch.full((4,), 0.1, device=device, dtype=dtype)), name="ties")
+
+    OPERATOR = Operator(
+        name="steps", function=steps, implementations={"reference": Implementation(steps)},
+        samples=samples, tolerances={torch.float32: 1e-6}, cost=lambda sample: Cost(1, 1, 1, 1),
+        benchmark=Benchmark("rows", (1,), lambda *_: next(samples("cpu", torch.float32))),
+        surrogate_gradient=True,
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("rounded", "right"),
+    [
+        ("smooth.round()", True),
+        ("(x.double() * gain.double()).round().to(x)", True),
+        ("torch.where(x > 100, smooth.double(), x.double() * gain.double()).round().to(x)", True),
+        ("(smooth + 0.01).round()", False),
+        ("(smooth.bfloat16() + 0.0).round().to(x)", False),
+        ("torch.where(smooth - smooth.floor() == 0.5, smooth.floor(), smooth.round())", False),
+        ("smooth", False),
+    ],
+)
+def test_at_a_tie_the_definition_in_float64_is_no_more_right_than_in_the_dtype(
+    tmp_path: Path, starter: Starter, rounded: str, right: bool
+) -> None:
+    definition = write(tmp_path, "definition.py", STEPS)
+    source = f"""
+    import torch
+    def steps(x, gain):
+        smooth = x * gain
+        return smooth + ({rounded} - smooth).detach()
+    """
+    candidate = write(tmp_path, "candidate.py", source)
+    verdict = judged(definition, candidate, starter)
+    assert (verdict.outcome == "correct") == right, verdict.findings
+    assert names(verdict) <= {"wrong result", "wrong in one of many calls"}
+
+
 def test_forward_only_is_said(tmp_path: Path, starter: Starter) -> None:
     source = "FORWARD_ONLY = True\n\ndef normalize(x, gain): return right(x, gain).detach()\n"
     candidate = write(tmp_path, "candidate.py", HONEST.replace("normalize", "right") + source)
