@@ -141,8 +141,10 @@ class Operator:
             reference in float64, for every tensor of the output and for every gradient.
         cost: computes the least that a sample must do.
         benchmark: the sizes at which it is timed.
-        bitwise: whether every implementation must give the reference's bits, in the operator's own
-            dtypes: for an operator that would be a different one in float64. The tolerances are 0.
+        bitwise: whether results are compared with the reference in the operator's own dtypes, for
+            an operator that would be a different one in float64. With tolerances of 0 every
+            implementation must give the reference's bits, but for the sign of a zero; larger ones
+            allow roundings of which none is more exact, as those of fused multiply-adds.
         first_order: whether gradients cannot be differentiated again, except the reference's: to
             try it must be an error.
         surrogate_gradient: whether the reference's gradient is not the derivative of its output, as

@@ -299,6 +299,25 @@ def test_fault_is_found_and_named(
     assert row_of(record, "swapped", "float32")["failures"] == []
 
 
+def test_a_definition_that_is_another_in_float64_is_told_what_to_do(toy: Operator) -> None:
+    def steps(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        smooth = x * y * scale
+        return smooth + ((1e6 * smooth).round() % 2 - smooth).detach()
+
+    add(toy, "reference", Implementation(steps))
+    found = failures_of(toy)
+    (said,) = (line for line in found["reference"] if line.startswith("20 x 30: output: error "))
+    assert said.endswith("let it decide in float64, declare bitwise=True, or a larger tolerance")
+    assert failures_of(toy, bitwise=True, tolerances={torch.float32: 0})["reference"] == []
+
+
+def test_roundings_of_one_dtype_are_compared_within_the_tolerance(toy: Operator) -> None:
+    add(toy, "fused", Implementation(lambda x, y, scale: x * y * (scale * (1 + 2e-7))))
+    for tolerance, failing in ((0, {"fused"}), (1e-6, set())):
+        found = failures_of(toy, bitwise=True, tolerances={torch.float32: tolerance})
+        assert {impl for impl, failures in found.items() if failures} == failing
+
+
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_infinities_and_the_sign_of_a_zero_are_no_errors(toy: Operator, bitwise: bool) -> None:
     def masked(x: Tensor, y: Tensor, scale: float) -> Tensor:
