@@ -32,7 +32,7 @@ def _new(argv: list[str]) -> int:
 def _check(argv: list[str]) -> int:
     from hoconv.tools import check
 
-    return check.main(_with_option("--operator", argv))
+    return check.main(argv)
 
 
 def _benchmark(argv: list[str]) -> int:
@@ -43,7 +43,7 @@ def _benchmark(argv: list[str]) -> int:
             raise
         print("hoconv benchmark needs rich; pip install 'hoconv[benchmark]'", file=sys.stderr)
         return 1
-    return command.main(_with_option("--operator", argv))
+    return command.main(argv)
 
 
 def _test(argv: list[str]) -> int:
@@ -130,11 +130,6 @@ def _run(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"\nhoconv {name}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-def _with_option(option: str, argv: list[str]) -> list[str]:
-    """Puts an option before the names that come first."""
-    return [option, *argv] if argv and not argv[0].startswith("-") else argv
 
 
 if __name__ == "__main__":

@@ -23,9 +23,12 @@ MEASURED = Path("outputs", "measured")  # of what is measured, in the folder of 
 
 
 def add_operator_option(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--operator``: names, or None, which means all."""
-    parser.add_argument("--operator", nargs="+", type=operator_name, metavar="OPERATOR",
-                        help="default: all that are declared")  # fmt: skip
+    """Adds names of operators, first or after ``--operator``: a list, or nothing, which means
+    all."""
+    named: Any = {"type": operator_name, "action": "extend", "metavar": "OPERATOR"}
+    parser.add_argument("operator", nargs="*", **named,
+                        help="names; default: all that are declared")  # fmt: skip
+    parser.add_argument("--operator", nargs="+", **named, help="the same")
 
 
 def operator_name(name: str) -> str:

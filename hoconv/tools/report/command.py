@@ -47,15 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("operator", metavar="OPERATOR")
-    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", default=[Path()],
-                        help="files, and folders to be searched; default: this folder")  # fmt: skip
+    # Any name: what is reported may be a package's that is not installed here.
+    parser.add_argument("--operator", metavar="OPERATOR", help="if it is not the first argument")
+    parser.add_argument("paths", nargs="*", metavar="[OPERATOR] [PATH ...]",
+                        help="the operator; files, and folders to be searched; default: this "
+                             "folder")  # fmt: skip
     parser.add_argument("--baseline", help="the label of the runs that others are compared with; "
                         "default: impl reference, or the first")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(), help="folder; default: this one")
     arguments = parser.parse_args(argv)
+    operator, paths = arguments.operator, arguments.paths
+    if operator is None and not paths:
+        parser.error("OPERATOR: expected the name of an operator, got none")
+    if operator is None:
+        operator, *paths = paths
     try:
-        make(arguments.operator, arguments.paths, arguments.out, arguments.baseline,
+        make(operator, [*map(Path, paths)] or [Path()], arguments.out, arguments.baseline,
              shlex.join(["hoconv", "report", *argv]))  # fmt: skip
     except (ComparisonError, OSError, NothingFoundError, PageError) as error:
         print(f"Error: {error}", file=sys.stderr)

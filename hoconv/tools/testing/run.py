@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hoconv.dispatch.declaration import Operator, operators
-from hoconv.tools.commands import operator_name, report_broken_packages
+from hoconv.tools.commands import add_operator_option, report_broken_packages
 from hoconv.tools.testing.supervision import say
 
 TESTS = Path(__file__).parent / "test_operators.py"
@@ -42,11 +42,13 @@ class _Chosen:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="hoconv test", description=__doc__, epilog="Other options are pytest's: -x, -k EXPR."
+        prog="hoconv test",
+        description=__doc__,
+        epilog="Other options are pytest's: -x, --tb=short.",
     )
-    parser.add_argument(
-        "operator", nargs="*", type=operator_name, metavar="OPERATOR", help="default: all declared"
-    )
+    add_operator_option(parser)
+    # An option that is not known here would leave its value to the names of operators.
+    parser.add_argument("-k", metavar="EXPR", help="pytest's: the tests whose names match")
     arguments, rest = parser.parse_known_args(argv)
     declared = {operator.name: operator for operator in operators()}
     if report_broken_packages() and not arguments.operator:
@@ -64,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "-pno:cacheprovider", "-phoconv.tools.testing.fixtures",
     ]  # fmt: skip
     names = {operator.name for operator in chosen}
-    tests = [*settings, *rest, str(TESTS), *map(str, folders)]
+    chosen_tests = ["-k", arguments.k] if arguments.k else []
+    tests = [*settings, *chosen_tests, *rest, str(TESTS), *map(str, folders)]
     return int(pytest.main(tests, [_Chosen(names)]))
 
 
