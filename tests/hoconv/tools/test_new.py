@@ -170,7 +170,7 @@ def test_the_cuda_source_compiles(site: Path) -> None:
         (["new", "mine", "README.md"], "DIR: README.md cannot be written (Not a directory); give"),
         (
             ["chekc"],
-            "expected one of new, check, benchmark, test, judge, doctor, report, build, publish; got ",
+            "benchmark, test, judge, doctor, report, build, publish; got 'c",
         ),
     ],
 )
