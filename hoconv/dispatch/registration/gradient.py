@@ -31,7 +31,7 @@ def register_gradient(
 
     Args:
         differentiate: ``differentiate(ctx, *grads)`` returns the gradient of each argument, or
-            None.
+            None; of a single argument alone, or in a tuple.
         save: ``save(ctx, inputs, output)``, called after the op, saves what `differentiate` needs.
         with_tangents: computes the op from ops that propagate tangents; called with the op's
             arguments where one of them has a tangent. Without it such a call is refused.
@@ -60,10 +60,11 @@ def register_gradient(
                 found = call_one_by_one(functools.partial(compute, ctx), grads)
             return *found[: ctx.count], None, None
 
-    def flatten_gradients(ctx: Any, *grads: Any) -> Sequence[Any]:
-        return flatten(differentiate(ctx, *grads))
+    def compute(ctx: Any, *grads: Any) -> Sequence[Any]:
+        found = differentiate(ctx, *grads)
+        found = found if isinstance(found, list | tuple) else (found,)
+        return flatten(found) if op.takes_lists else found
 
-    compute = flatten_gradients if op.takes_lists else differentiate
     returns_list = str(overload._schema.returns[0].type) == "List[Tensor]"
 
     def gradient(args: tuple[Any, ...], run: Callable[..., Any]) -> Any:

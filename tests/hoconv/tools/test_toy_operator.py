@@ -18,7 +18,8 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-SELECTED = "toy_sound or toy_pair or toy_first or toy_surrogate or (toy_faulty and not inductor)"
+SOUND = "toy_sound or toy_single or toy_pair"
+SELECTED = f"{SOUND} or toy_first or toy_surrogate or (toy_faulty and not inductor)"
 PAIR_FAULTS = [
     "wrong_second_output",
     "wrong_gradient_of_the_second_output",
@@ -94,7 +95,7 @@ def outcomes(site: Path) -> dict[str, dict[str, set[str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", ["toy_sound", "toy_pair"])
+@pytest.mark.parametrize("operator", ["toy_sound", "toy_single", "toy_pair"])
 def test_sound_operator_passes_every_test(
     outcomes: dict[str, dict[str, set[str]]], operator: str
 ) -> None:

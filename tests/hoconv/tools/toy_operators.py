@@ -1,5 +1,5 @@
 """Operators that a package of its own declares: sound ones, and ones with a fault in each
-implementation or in how it is made ready. Two return a tensor, two a tuple of tensors.
+implementation or in how it is made ready. Some return a tensor, some a tuple of tensors.
 
 test_toy_operator.py installs this module as such a package and runs the tests of
 hoconv/tools/testing/test_operators.py over it.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from hoconv.dispatch import registration
 from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 from hoconv.dispatch.implementations import resolve
 
@@ -313,6 +314,53 @@ FIRST = toy(
     "toy_first",
     {"registered": registered_once._opoverload, "ignored": ignores_a_second_derivative},
     first_order=True,
+)
+
+
+def _fake_single(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save_single(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_single(ctx: Any, grad: Tensor) -> Tensor:
+    return 2 * grad * ctx.saved_tensors[0]
+
+
+squared = registration.define(
+    _library, "square", "registered", "(Tensor x) -> Tensor", _fake_single
+)
+registration.register_gradient(_library, squared, _differentiate_single, _save_single)
+_library.impl("square.registered", lambda x: (x * x).contiguous(), "CPU")
+
+
+def square(x: Tensor, *, impl: str = "auto") -> Tensor:
+    """Takes one tensor, and returns one, as all functions in it do."""
+    registration.check_dense(x)
+    x = registration.autocast(x.device.type, x)
+    registration.check_dtypes(x, SINGLE.tolerances)
+    return SINGLE.implementations[resolve("toy_single", impl, x.device.type)].function(x)
+
+
+SINGLE = declare(
+    Operator(
+        name="toy_single",
+        function=square,
+        implementations={
+            "reference": Implementation(lambda x: x * x),
+            "registered": Implementation(squared, ("cpu",)),
+        },
+        samples=lambda device, dtype: (
+            Sample(sample.args[:1], name=sample.name) for sample in samples(device, dtype)
+        ),
+        tolerances={torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 1e-2},
+        cost=lambda sample: Cost(2 * sample.args[0].nbytes, 3 * sample.args[0].nbytes, 0, 0),
+        benchmark=Benchmark(
+            "rows", (4,), lambda n, device, dtype: Sample((torch.ones(n, 16).to(device, dtype),))
+        ),
+    )
 )
 
 
