@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Not the settings of the folder from which it is called.
     settings = [
         f"-c{os.devnull}", f"--rootdir={TESTS.parent}", "--import-mode=importlib", "-q",
-        "-pno:cacheprovider", "-phoconv.tools.testing.fixtures",
+        "--continue-on-collection-errors", "-pno:cacheprovider", "-phoconv.tools.testing.fixtures",
     ]  # fmt: skip
     names = {operator.name for operator in chosen}
     chosen_tests = ["-k", arguments.k] if arguments.k else []

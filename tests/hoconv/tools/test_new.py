@@ -209,6 +209,18 @@ def test_a_package_that_cannot_be_imported_is_named(site: Path, tmp_path: Path) 
     assert "tone_curve is broken: ModuleNotFoundError: No module named 'tortch'" in done.stderr
 
 
+def test_a_test_of_the_package_that_cannot_be_imported_keeps_no_other_from_running(
+    site: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    (broken / "tests" / "test_old.py").write_text("from tone_curve import Gone\n")
+    done = hoconv(broken, "test", "tone_curve", "-k", "declaration_is_complete")
+    assert done.returncode == 1, done.stderr
+    assert "cannot import name 'Gone'" in done.stdout
+    assert re.search(r"^1 passed, .* 1 error in", done.stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_an_implementation_that_ends_the_process_is_not_right(end: str) -> None:
     program = (
