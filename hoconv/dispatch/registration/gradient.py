@@ -58,6 +58,12 @@ def register_gradient(
         def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             with _without_autocast_of(grads):
                 found = call_one_by_one(functools.partial(compute, ctx), grads)
+            if len(found) < ctx.count:  # PyTorch would count two more, of what is passed beside
+                names = ", ".join(each.name for each in overload._schema.arguments[: op.tensors])
+                raise ValueError(
+                    f"{overload.name()}: expected {ctx.count} gradients, of {names}; got "
+                    f"{len(found)}"
+                )
             return *found[: ctx.count], None, None
 
     def compute(ctx: Any, *grads: Any) -> Sequence[Any]:
