@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hoconv.dispatch.registration import autocast, define, register_gradient
+from hoconv.jit import Library
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -43,3 +44,18 @@ def test_a_gradient_for_each_tensor_is_asked_for() -> None:
     said = r"hoconv_test_registration::times.cpp: expected 2 gradients, of a, b; got 1"
     with pytest.raises(ValueError, match=said):
         op(a, b).sum().backward()
+
+
+def test_an_op_whose_code_registers_no_kernel_says_what_to_write() -> None:
+    class Code(Library):
+        def load(self) -> str | None:
+            return None
+
+    library = torch.library.Library("hoconv_test_registration", "FRAGMENT")
+    code = Code("nothing", ["nothing.cpp"])
+    op = define(library, "empty", "fast", "(Tensor a) -> Tensor", torch.empty_like, code)
+    said = (
+        r'empty.fast has no kernel for CPU tensors; .* m.impl\("empty.fast", .*registration, CPU, m'
+    )
+    with pytest.raises(RuntimeError, match=said):
+        op(torch.ones(3))

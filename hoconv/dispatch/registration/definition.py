@@ -80,7 +80,11 @@ def define(
             raise RuntimeError(f"{op.name()} cannot run here: {reason}")
         key = keyset.highestPriorityTypeId()
         if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key.name):
-            raise RuntimeError(f"{op.name()} has no kernel for {key.name} tensors")
+            raise RuntimeError(
+                f"{op.name()} has no kernel for {key.name} tensors; in a source of it, write "
+                f'm.impl("{overload}", TORCH_BOX(...)) within STABLE_TORCH_LIBRARY_IMPL'
+                f"({library.ns}, {key.name}, m)"
+            )
         return op.redispatch(keyset, *args)
 
     if code:  # the kernels that it loads take precedence over this
