@@ -109,6 +109,10 @@ def _verdict(rows: list[Row], arguments: argparse.Namespace, broken: bool) -> in
     judged = {row.impl for row in rows if row.cases}
     if missing := [impl for impl in arguments.impl or () if impl not in judged]:
         print(f"not checked: {', '.join(missing)}")
+        found = {row.impl for row in rows}
+        for impl in missing:
+            if impl not in found:
+                print(f"no operator that was checked has an implementation {impl}")
         return NOT_ALL_JUDGED
     if not cases:
         return 1

@@ -617,12 +617,17 @@ def test_the_exit_code_says_what_was_not_checked(
     assert run(tmp_path, "--impl", "swapped", "absent")[0] == check.NOT_ALL_JUDGED
     assert capsys.readouterr().out.endswith("not checked: absent\n")
     assert run(tmp_path, "--impl", "absent")[0] == check.NOT_ALL_JUDGED
+    only = {"reference": toy.implementations["reference"], "only": Implementation(torch.mul)}
+    declare(dataclasses.replace(toy, name="other", implementations=only))
+    assert run(tmp_path, "toy", "--impl", "only")[0] == check.NOT_ALL_JUDGED
+    said = "not checked: only\nno operator that was checked has an implementation only\n"
+    assert capsys.readouterr().out.endswith(said)
 
     assert isinstance(toy.implementations, dict)
     del toy.implementations["swapped"]
-    assert run(tmp_path)[0] == check.ONLY_THE_REFERENCE
+    assert run(tmp_path, "toy")[0] == check.ONLY_THE_REFERENCE
     assert capsys.readouterr().out.endswith("only the reference was checked\n")
-    assert run(tmp_path, "--impl", "reference")[0] == 0
+    assert run(tmp_path, "toy", "--impl", "reference")[0] == 0
 
 
 @pytest.mark.parametrize(
