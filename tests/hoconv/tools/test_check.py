@@ -311,6 +311,19 @@ def test_a_definition_that_is_another_in_float64_is_told_what_to_do(toy: Operato
     assert failures_of(toy, bitwise=True, tolerances={torch.float32: 0})["reference"] == []
 
 
+def test_a_definition_that_refuses_float64_is_told_what_it_is_for(toy: Operator) -> None:
+    def single(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        if x.dtype == torch.float64:
+            raise TypeError("x: expected torch.float32, got torch.float64")
+        return x * y * scale
+
+    add(toy, "reference", Implementation(single))
+    (said,) = failures_of(toy)["reference"]
+    assert said.startswith("20 x 30: TypeError: x: expected torch.float32, got torch.float64; ")
+    assert said.endswith("unless bitwise=True is")
+    assert failures_of(toy, bitwise=True)["reference"] == []
+
+
 def test_roundings_of_one_dtype_are_compared_within_the_tolerance(toy: Operator) -> None:
     add(toy, "fused", Implementation(lambda x, y, scale: x * y * (scale * (1 + 2e-7))))
     for tolerance, failing in ((0, {"fused"}), (1e-6, set())):
