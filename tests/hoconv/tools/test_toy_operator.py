@@ -143,6 +143,14 @@ def test_a_gradient_unlike_finite_differences_is_named_in_a_line(site: Path) -> 
     assert ".py" not in done.stdout.replace("test_operators.py", "")
 
 
+@pytest.mark.slow
+def test_an_operator_that_refuses_the_dtype_of_autocast_is_told_what_to_do(site: Path) -> None:
+    done = python(site, "-m", "hoconv.tools.cli", "test", "toy_one_dtype", "-k", "autocast")
+    assert done.returncode == 1, done.stderr
+    said = r"^toy_one_dtype-same-cpu: under autocast .* got torch.bfloat16; .* convert tensors to a"
+    assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+
+
 def test_check_compares_each_output_and_other_forms_of_a_call(site: Path) -> None:
     path = site / "check.json"
     selected = "toy_pair", "toy_faulty_pair", "toy_faulty"

@@ -364,6 +364,15 @@ SINGLE = declare(
 )
 
 
+def in_one_dtype(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    if a.dtype == torch.bfloat16 or b.dtype == torch.bfloat16:
+        raise TypeError("a: expected torch.float32, got torch.bfloat16")
+    return multiply(a, b, scale)
+
+
+ONE_DTYPE = toy("toy_one_dtype", {"same": in_one_dtype})
+
+
 def rounded(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Rounds to multiples of an eighth; the gradient is that of the product."""
     out = multiply(a, b, scale)
