@@ -27,7 +27,7 @@ def add_operator_option(parser: argparse.ArgumentParser) -> None:
     all."""
     named: Any = {"type": operator_name, "action": "extend", "metavar": "OPERATOR"}
     parser.add_argument("operator", nargs="*", **named,
-                        help="names, before the options; default: all that are declared")  # fmt: skip
+                        help="names, before the options; default: all declared")  # fmt: skip
     parser.add_argument("--operator", nargs="+", **named, help="the same")
 
 
