@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -111,10 +111,12 @@ def run_exported(tmp_path_factory: pytest.TempPathFactory):
     subprocess.run(["bash", "-ec", command], cwd=folder, env={**os.environ, "PATH": path},
                    check=True)  # fmt: skip
 
-    def run_exported(package: Path, operators: Iterable[Path], inputs: Tensor) -> Tensor:
+    def run_exported(package: Path, operators: Path, inputs: Tensor) -> Tensor:
         torch.save(inputs, folder / "input.pt")
-        files = [package, folder / "input.pt", folder / "output.pt", *operators]
-        subprocess.run([folder / "run_exported", *files], check=True)
+        files = [package, folder / "input.pt", folder / "output.pt", operators]
+        done = subprocess.run([folder / "run_exported", *files], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
         return torch.load(folder / "output.pt")
 
     return run_exported
@@ -124,13 +126,27 @@ def run_exported(tmp_path_factory: pytest.TempPathFactory):
 def test_a_package_needs_no_python(run, train, run_exported) -> None:
     ckpt = train("cnn")
     done = run("mode=export", f"ckpt={ckpt}", "format=aoti", "impl=cpp", "trainer=cpu")
-    package, operators = done.folder / "model.aoti", [*(done.folder / "operators").iterdir()]
+    package, operators = done.folder / "model.aoti", done.folder / "operators"
     here = torch._inductor.aoti_load_package(io.BytesIO(package.read_bytes()))
     for count in (1, 5):
         inputs = draw("cnn", count)
         output = run_exported(package, operators, inputs)
         torch.testing.assert_close(output, here(inputs), rtol=0, atol=0)
         torch.testing.assert_close(output, expected(ckpt, inputs), rtol=1e-5, atol=1e-6)
+    inputs = draw("cnn", 3).repeat(1, 2, 1, 1)[:, ::2]  # not contiguous
+    output = run_exported(package, operators, inputs)
+    torch.testing.assert_close(output, here(inputs.contiguous()), rtol=0, atol=0)
+    for wrong in (inputs[..., :4], inputs.double()):
+        with pytest.raises(RuntimeError, match="unmatched"):
+            run_exported(package, operators, wrong)
+
+    # Another model, which calls no operators, in the same folder.
+    use = ("mode=export", f"ckpt={ckpt}", "format=aoti", "impl=reference", "trainer=cpu")
+    run(*use, folder=done.folder)
+    assert not [*operators.iterdir()]
+    torch.testing.assert_close(
+        run_exported(package, operators, inputs), expected(ckpt, inputs), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.slow
@@ -146,12 +162,17 @@ def test_operators_compute_the_same_bits_without_python(run_exported, tmp_path: 
     hoconv.set_impl(network, "cpp")
     batch = {0: torch.export.Dim("batch")}
     program = torch.export.export(network, (torch.randn(2, 3, 9, 9),), dynamic_shapes=(batch,))
-    libraries = compile_operators(program)
+    (tmp_path / "operators").mkdir()
+    for path in compile_operators(program):
+        shutil.copy(path, tmp_path / "operators")
     package = tmp_path / "all.pt2"
-    torch._inductor.aoti_compile_and_package(program, package_path=str(package))
+    any_batch = {"aot_inductor.check_lowerbound": False}
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(package), inductor_configs=any_batch
+    )
     for count in (1, 3):
         inputs = torch.randn(count, 3, 9, 9)
-        output = run_exported(package, libraries, inputs)
+        output = run_exported(package, tmp_path / "operators", inputs)
         torch.testing.assert_close(output, program.module()(inputs), rtol=0, atol=0)
 
 

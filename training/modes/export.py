@@ -28,6 +28,7 @@ from training.results.saved import KEY, Saved
 
 # Largest difference between outputs of what is written and of the model, over the largest output.
 TOLERANCE = 1e-5
+OPERATORS = "operators"  # the folder of the libraries that a package of AOTInductor needs
 Files = dict[str, bytes]  # path in the folder of the run -> contents, in the order of writing
 
 
@@ -59,7 +60,14 @@ def export(config: DictConfig, run_dir: Path, results: Results, saved: Saved) ->
             f"format={config.format} needs {', '.join(missing)}; pip install 'hoconv[export]'"
         )
     model = build_trained(saved, config).eval()
-    for name, contents in write(model, config, saved).items():
+    files = write(model, config, saved)
+    if config.format == "aoti":
+        operators = run_dir / OPERATORS
+        operators.mkdir(exist_ok=True)  # it may stay empty
+        for path in operators.glob("*.so"):  # of another model: an operator is defined once
+            if f"{OPERATORS}/{path.name}" not in files:
+                path.unlink()
+    for name, contents in files.items():
         path = run_dir / name
         path.parent.mkdir(exist_ok=True)
         with replaced(path) as file:
@@ -89,11 +97,16 @@ def _aoti(model: pl.LightningModule, config: DictConfig, saved: Saved) -> Files:
     try:
         jit.compiler("cpu")  # its error says what to install
         libraries = compile_operators(traced)
-        torch._inductor.aoti_compile_and_package(traced, package_path=file)
+        torch._inductor.aoti_compile_and_package(
+            traced,
+            package_path=file,
+            # Batches of one input pass the checks, too: the program takes them.
+            inductor_configs={"aot_inductor.check_lowerbound": False},
+        )
     except Exception as error:  # of many kinds: AOTInductor's, and its compiler's
         raise MisconfigurationException(f"format=aoti: {str(error).strip()}") from error
     _require_same("AOTInductor", torch._inductor.aoti_load_package(file)(*inputs), model, inputs)
-    operators = {f"operators/{path.name}": path.read_bytes() for path in libraries}
+    operators = {f"{OPERATORS}/{path.name}": path.read_bytes() for path in libraries}
     return {**operators, "model.aoti": file.getvalue()}
 
 
@@ -139,6 +152,11 @@ def _require_same(
 
 
 def _trace(model: pl.LightningModule, inputs: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    if any(getattr(module, "quantizer", None) for module in model.modules()):
+        raise MisconfigurationException(
+            "format: expected safetensors of a model with a multiplier of integers, whose range "
+            "PyTorch cannot export for batches of any size"
+        )
     batch = torch.export.Dim("batch")
     shapes = tuple({0: batch} for _ in inputs)
     try:
