@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hoconv.approx import ApproxConv2d, ApproxLinear, ModelCost, cost
-from hoconv.ops.approx.layers.cost import energy_by_text
+from hoconv.ops.approx.layers.cost import energy_by_multiplier
 from training.configuration.errors import MisconfigurationException
 from training.results.record import logged_costs
 
@@ -35,7 +35,7 @@ class Cost(pl.Callback):
 
     def __init__(self, energies: Mapping[str, float] | None) -> None:
         try:
-            energy_by_text(energies or {})
+            energy_by_multiplier(energies or {})
         except ValueError as error:
             raise MisconfigurationException(f"approx.{error}") from error
         self._energies = energies

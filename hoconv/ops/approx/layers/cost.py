@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
+from hoconv.ops.approx.mantissas import MantissaTable
 from hoconv.ops.approx.sources.find import find
 from hoconv.ops.approx.tables import LookupTable
 
@@ -91,7 +94,8 @@ def cost(
     The model is called once, in evaluation mode and with exact products, so that it need not have
     been trained; it is left as it was. Counted are calls of :class:`torch.nn.Linear`, of
     convolutions of one to three dimensions, also transposed, and of subclasses of these. Not
-    counted are products of other layers, biases, and what quantising takes.
+    counted are products of other layers, of attention's projections and TorchScript among them,
+    biases, and what quantising takes. Of a layer that torch.vmap calls, one sample is counted.
 
     The energy of a multiplication is power times delay, of a circuit whose C file says both
     (``PDK45_PWR`` in mW, ``PDK45_DELAY`` in ns; :attr:`hoconv.approx.LookupTable.figures`), in pJ.
@@ -105,20 +109,22 @@ def cost(
             ``"drum:k=4"``, the path of a file.
 
     Raises:
-        ValueError: a multiplier in `energies` is unknown, or its energy is no positive number.
+        ValueError: a multiplier in `energies` is unknown, or there twice; its energy is no positive
+            number.
     """
-    known = energy_by_text(energies or {})
+    known = energy_by_multiplier(energies or {})
     counts = _count(model, inputs)
     return ModelCost(
         tuple(_of_layer(name, layer, counts[layer], known) for name, layer in _counted(model))
     )
 
 
-def energy_by_text(energies: Mapping[Any, float]) -> dict[str, float]:
-    """Returns the text of a multiplier, as :class:`LayerCost` has it -> energy of a multiplication.
+def energy_by_multiplier(energies: Mapping[Any, float]) -> dict[Hashable, float]:
+    """Returns the identity of a multiplier -> energy of a multiplication.
 
     Raises: as :func:`cost`.
     """
+    found: dict[Hashable, float] = {}
     for key, energy in energies.items():
         is_number = isinstance(energy, int | float) and not isinstance(energy, bool)
         if not is_number or not 0 < energy < math.inf:
@@ -126,10 +132,26 @@ def energy_by_text(energies: Mapping[Any, float]) -> dict[str, float]:
                 f"energies: expected pJ of a multiplication by {str(key)!r}, a number above 0; got "
                 f"{energy!r}"
             )
-    try:
-        return {str(find(key)): float(energy) for key, energy in energies.items()}
-    except ValueError as error:
-        raise ValueError(f"energies: {error}") from error
+        try:
+            identity = _identity(find(key))
+        except ValueError as error:
+            raise ValueError(f"energies: {error}") from error
+        if found.setdefault(identity, float(energy)) != energy:
+            raise ValueError(f"energies: {str(key)!r} is there twice, with two energies")
+    return found
+
+
+def _identity(multiplier: str | LookupTable | MantissaTable) -> Hashable:
+    """Returns what is equal of the same multipliers: a name; or the products and where they are
+    from, wherever the folder of a file is said to be."""
+    if isinstance(multiplier, str):
+        return multiplier
+    if isinstance(multiplier, LookupTable):
+        products, kind = multiplier.products, multiplier.signed
+    else:
+        products, kind = multiplier.on(torch.device("cpu")), None
+    digest = hashlib.sha256(products.numpy().tobytes()).hexdigest()
+    return kind, os.path.basename(multiplier.origin), digest
 
 
 def _counted(model: nn.Module) -> list[tuple[str, Any]]:
@@ -148,7 +170,8 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, int]:
         counts[layer] += numbers.numel() * layer.weight[0].numel()
 
     # With hooks, PyTorch's encoders of transformers call the layers that else a fused kernel reads.
-    hooks = [layer.register_forward_hook(count, with_kwargs=True) for layer in counts]
+    # Before hooks of a user, which may change the output.
+    hooks = [layer.register_forward_hook(count, prepend=True, with_kwargs=True) for layer in counts]
     try:
         with (
             _exact_products(counts), _evaluation(model), torch.no_grad(),
@@ -193,12 +216,14 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _of_layer(name: str, layer: Any, multiplications: int, known: dict[str, float]) -> LayerCost:
+def _of_layer(
+    name: str, layer: Any, multiplications: int, known: Mapping[Hashable, float]
+) -> LayerCost:
     is_approximate = isinstance(layer, ApproxConv2d | ApproxLinear)
     multiplier = layer.multiplier if is_approximate else "exact"
     figures = multiplier.figures if isinstance(multiplier, LookupTable) else {}
     power, delay = figures.get(_POWER), figures.get(_DELAY)
-    energy = known.get(str(multiplier))
+    energy = known.get(_identity(multiplier))
     if energy is None and power is not None and delay is not None:
         energy = power * delay
     return LayerCost(

@@ -8,6 +8,7 @@ argument.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
@@ -185,6 +186,10 @@ def _figures(path: Path, text: str) -> dict[str, float]:
                 f"{_UNITS[name][0]}"
             )
         found[name] = float(number)
+        if name in _UNITS and not 0 <= found[name] < math.inf:
+            raise ValueError(
+                f"{path}, line {_line(text, figure)}: {name} = {number}; expected at least 0"
+            )
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hoconv import HighOrderConv2d, approx
-from hoconv.ops.approx.layers.cost import energy_by_text
+from hoconv.ops.approx.layers.cost import energy_by_multiplier
 
 FIGURES = {"PDK45_PWR": 0.4, "PDK45_DELAY": 1.5, "PDK45_AREA": 700.0}
 
@@ -93,7 +93,7 @@ def test_energies_of_a_user_go_before_figures_and_are_found_by_name_and_by_file(
 @pytest.mark.parametrize("energy", [0, -1.0, math.inf, math.nan, True, "3"])
 def test_an_energy_that_is_no_positive_number_is_refused(energy) -> None:
     with pytest.raises(ValueError, match="energies: expected pJ of a multiplication by 'exact'"):
-        energy_by_text({"exact": energy})
+        energy_by_multiplier({"exact": energy})
 
 
 def test_an_energy_of_no_multiplier_is_refused() -> None:
@@ -142,3 +142,26 @@ def test_a_fused_layer_counts_its_generator() -> None:
     assert [(each.name, each.multiplications) for each in found.layers] == [
         ("generator", 25 * 9 * 2 * 9)
     ]
+
+
+def test_an_energy_is_of_a_multiplier_however_it_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mul4u.c").write_text(
+        "#include <stdint.h>\nuint8_t mul4u(uint8_t a, uint8_t b) { return a * b; }\n"
+    )
+    names = ("mul4u.c", str(tmp_path / "mul4u.c"), approx.multiplier("mul4u.c"))
+    for layer in (approx.ApproxLinear(4, 4, multiplier=name) for name in names):
+        for name in names:
+            assert approx.cost(layer, torch.ones(1, 4), energies={name: 5}).energy == 80
+    exact, other = (approx.multiplier(lambda a, b, n=n: a * b + n, bits=4, signed=False)
+                    for n in (0, 1))  # fmt: skip
+    layer = approx.ApproxLinear(4, 4, multiplier=other)
+    assert approx.cost(layer, torch.ones(1, 4), energies={exact: 5}).energy is None
+    with pytest.raises(ValueError, match=r"^energies: .*mul4u.c' is there twice, with two"):
+        approx.cost(layer, torch.ones(1, 4), energies={names[0]: 5, names[1]: 6})
+
+
+def test_hooks_of_a_user_do_not_change_the_count() -> None:
+    layer = nn.Linear(5, 7)
+    layer.register_forward_hook(lambda module, args, out: out.sum())
+    assert approx.cost(layer, torch.ones(3, 5)).multiplications == 3 * 5 * 7

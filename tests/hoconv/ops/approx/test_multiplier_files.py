@@ -190,6 +190,9 @@ def test_a_figure_in_another_unit_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("0.325 mW", "325 uW"))
     with pytest.raises(ValueError, match=r"T3\.c, line 9: PDK45_PWR = 325 uW; expected it in mW"):
         multiplier(path)
+    path.write_text(path.read_text().replace("325 uW", "-0.325 mW"))
+    with pytest.raises(ValueError, match=r"line 9: PDK45_PWR = -0.325; expected at least 0"):
+        multiplier(path)
 
 
 SIGNATURE = "uint16_t mul8u_T(uint8_t A, uint8_t B) "
