@@ -80,6 +80,10 @@ def test_patterns_choose_layers_by_their_names_in_the_start_up_table(run) -> Non
         (("energies={mbm17: 3}",), "approx.energies: multiplier: expected one of"),
         (("energies={mbm16: 0}",), "pJ of a multiplication by 'mbm16', a number above 0; got 0"),
         (("multplier=mbm16",), "there is no such key; use approx.multiplier"),
+        (
+            ("multiplier={*: null}",),
+            "approx.multiplier: no layer takes it. network.features.0.0:",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_data_is_read(run, overrides, said) -> None:
@@ -114,6 +118,21 @@ def test_a_checkpoint_is_tested_predicts_and_is_exported_with_its_multiplier(
     exported = run("mode=export", "format=safetensors", *use).folder / "model.safetensors"
     again = run("mode=test", f"ckpt={exported}", *use[1:])
     assert again.results["metrics"] == tested.results["metrics"]
+
+
+def test_a_file_is_the_same_one_from_another_folder(run, tmp_path: Path, monkeypatch) -> None:
+    for folder, row in (("here", 1), ("there", 0)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "m.c").write_text(
+            f"#include <stdint.h>\nint16_t mul4s(int8_t a, int8_t b) {{ return {row} * a * b; }}\n"
+        )
+    monkeypatch.chdir(tmp_path / "here")
+    done = run(*SHORT, "approx.multiplier={network.classifier: m.c, *: null}")
+    assert done.exit_code == 0, done.err
+    (ckpt,) = (done.folder / "checkpoints").iterdir()
+    monkeypatch.chdir(tmp_path / "there")
+    tested = run("mode=test", f"ckpt={ckpt}", "impl=reference", FEW[1], *CPU)
+    assert str(tmp_path / "here" / "m.c") in tested.out
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_same_multiplier(run, monkeypatch) -> None:

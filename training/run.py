@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning_fabric.utilities import exceptions as of_lightning
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from datamodules.images import CacheError, DataNotFoundError
@@ -22,6 +22,7 @@ from datamodules.placement import DataDeviceError
 from hoconv.dispatch.implementations import ImplementationError
 from models.networks.backbone import WeightsNotFoundError
 from training import console, disk
+from training.approximation import find_files
 from training.callbacks.finite import NotFiniteError
 from training.capture.graph import CaptureError
 from training.command import failed_jobs
@@ -133,6 +134,8 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
     """Does what ``config.mode`` names; returns the path of the checkpoint, where there is one."""
     if config.mode not in MODES:
         raise MisconfigurationException(f"mode: expected {', '.join(MODES)}; got {config.mode!r}")
+    if OmegaConf.select(config, "approx.multiplier") is not None:
+        config.approx.multiplier = find_files(as_plain(config.approx.multiplier))
     chosen = HydraConfig.get()
     given = as_given(chosen.overrides.task)
     saved = None if config.ckpt is None else read(config.ckpt)
