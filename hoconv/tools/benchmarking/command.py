@@ -259,9 +259,7 @@ def measure(
 
             return calls.measure(size, errors, bandwidth, peak, say)
 
-        other: Elsewhere | None = (
-            None  # the process in which calls are measured, if not in this one
-        )
+        other: Elsewhere | None = None  # the process that measures, if it is not this one
         for number, size in enumerate(calls.makers):
             errors: dict[str, str] = {}
             done = False
