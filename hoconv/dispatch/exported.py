@@ -23,9 +23,12 @@ def compile_operators(program: torch.export.ExportedProgram) -> list[Path]:
         are all that the program calls.
 
     Raises:
+        TypeError: `program` is none.
         ValueError: an operator is neither PyTorch's nor of compiled code.
         hoconv.jit.BuildError: there is no compiler, or it failed.
     """
+    if not isinstance(program, torch.export.ExportedProgram):
+        raise TypeError(f"program: expected one of torch.export, got {type(program).__name__}")
     ops = _find_operators(program)
     libraries = dict.fromkeys(map(_require_code, ops))
     paths = [library.compile() for library in libraries]

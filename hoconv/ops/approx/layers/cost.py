@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import numbers
 import os
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -109,9 +110,12 @@ def cost(
             ``"drum:k=4"``, the path of a file.
 
     Raises:
+        TypeError: `model` is no module, or `energies` no mapping.
         ValueError: a multiplier in `energies` is unknown, or there twice; its energy is no positive
             number.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     known = energy_by_multiplier(energies or {})
     counts = _count(model, inputs)
     return ModelCost(
@@ -124,9 +128,14 @@ def energy_by_multiplier(energies: Mapping[Any, float]) -> dict[Hashable, float]
 
     Raises: as :func:`cost`.
     """
+    if not isinstance(energies, Mapping):
+        raise TypeError(
+            "energies: expected pJ of a multiplication by multiplier, such as {'exact': 3.7}; got "
+            f"{energies!r}"
+        )
     found: dict[Hashable, float] = {}
     for key, energy in energies.items():
-        is_number = isinstance(energy, int | float) and not isinstance(energy, bool)
+        is_number = isinstance(energy, numbers.Real) and not isinstance(energy, bool)
         if not is_number or not 0 < energy < math.inf:
             raise ValueError(
                 f"energies: expected pJ of a multiplication by {str(key)!r}, a number above 0; got "

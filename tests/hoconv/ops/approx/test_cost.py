@@ -96,6 +96,13 @@ def test_an_energy_that_is_no_positive_number_is_refused(energy) -> None:
         energy_by_multiplier({"exact": energy})
 
 
+def test_what_is_no_model_and_no_mapping_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got function"):
+        approx.cost(lambda x: x, torch.ones(1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"^energies: expected pJ of a multiplication .*; got 3.7"):
+        approx.cost(nn.Linear(2, 2), torch.ones(1, 2), energies=3.7)  # pyright: ignore[reportArgumentType]
+
+
 def test_an_energy_of_no_multiplier_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected one of .* got 'mbm17'"):
         approx.cost(nn.Linear(2, 2), torch.ones(1, 2), energies={"mbm17": 1.0})
