@@ -1,4 +1,4 @@
-"""What a sample costs a model with approximate layers."""
+"""Counts what a sample costs a model with approximate layers."""
 
 from __future__ import annotations
 

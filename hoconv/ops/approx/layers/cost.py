@@ -57,17 +57,17 @@ class ModelCost:
 
     @property
     def multiplications(self) -> int:
-        """Those of all layers."""
+        """The multiplications of all layers together."""
         return sum(each.multiplications for each in self.layers)
 
     @property
     def unknown(self) -> int:
-        """Those whose energy is unknown, which `energy` leaves out."""
+        """The multiplications whose energy is unknown; `energy` leaves them out."""
         return sum(each.multiplications for each in self.layers if each.energy is None)
 
     @property
     def energy(self) -> float | None:
-        """That of the layers for which it is known, in pJ; None where there are none."""
+        """The energy of the layers for which it is known, in pJ; None where there are none."""
         known = [each.energy for each in self.layers if each.energy is not None]
         return math.fsum(known) if known else None
 
