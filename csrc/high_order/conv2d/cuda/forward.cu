@@ -12,7 +12,7 @@ namespace hoconv::high_order::conv2d {
 namespace {
 
 template <typename T, int K, int V, int N>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, N* V > 32 ? 3 : 4)
     apply_tuned(Image<const T> x, Weights<const T> weight, Image<T> out, Tiling t) {
   using A = acc_t<T>;
   constexpr int before = (K - 1) / 2;
@@ -26,9 +26,9 @@ __global__ void __launch_bounds__(kThreads, 5)
     A sum[N][V] = {};
 #pragma unroll 1  // unrolled, it takes so many registers that it is slower
     for (int i = 0; i < K; ++i) {
-      Pack<T, V> taps[K];
-#pragma unroll
-      for (int j = 0; j < K; ++j, tap_weight += weight.s.tap) taps[j] = load_once<V>(tap_weight);
+      A taps[K][V];
+      load_taps<K, V>(tap_weight, weight.s.tap, taps);
+      tap_weight += K * weight.s.tap;
       const int y = at.h + i - before;
       const T* row = x.at(at.b, channel, y, at.w);
 #pragma unroll
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 #pragma unroll
         for (int j = 0; j < K; ++j)
 #pragma unroll
-          for (int v = 0; v < V; ++v) sum[m][v] += widen<A>(taps[j].e[v]) * window[v + j];
+          for (int v = 0; v < V; ++v) sum[m][v] += taps[j][v] * window[v + j];
       }
     }
 #pragma unroll
@@ -58,7 +58,7 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
     using T = decltype(zero);
     if (apply_from_stage<T>(x, weight, out, p, launch.stream)) return;
     const bool done = apply_where_aligned<false, T>(x, weight, out, p, launch.stream) ||
-                      dispatch_tuned<T, 8>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
+                      dispatch_tuned<T, 16>(p, {&x, &weight, &out}, [&](auto K, auto V, auto N) {
                         Tiling tiling;
                         const dim3 grid = grid_for<ThreadPixels<V>>(p, p.down.in, p.across.in, V,
                                                                     p.group_channels() / N, tiling);

@@ -62,23 +62,6 @@ struct Strip {
   }
 };
 
-// Widens the elements of a pack. Two of bfloat16 are a word: the halves of it that a float has at
-// its top, where a conversion of each would keep the integer units busy.
-template <typename T, int V, typename A>
-__device__ __forceinline__ void widen_all(const Pack<T, V>& pack, A* values) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && V % 2 == 0) {
-    const auto* words = reinterpret_cast<const unsigned*>(&pack);
-#pragma unroll
-    for (int i = 0; i < V / 2; ++i) {
-      values[2 * i] = __uint_as_float(words[i] << 16);
-      values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-  } else {
-#pragma unroll
-    for (int v = 0; v < V; ++v) values[v] = widen<A>(pack.e[v]);
-  }
-}
-
 // Loads V channels of a pixel; zeros where it is none.
 template <int V, bool Last, typename T, typename A>
 __device__ __forceinline__ void load_channels(const T* p, int64_t stride, bool inside,
@@ -314,6 +297,26 @@ __global__ void __launch_bounds__(kThreads, 4)
         const int mine = reduce(sum, lane, lanes);
         const int sharing = lanes < P ? lanes : P;  // threads among which the pixels are divided
         if (!at.exists || lane >= sharing) continue;
+        // Where the pixels of a tap are neighbours, U of them are one store.
+        constexpr int U = std::min<int>(P, 16 / sizeof(T));
+        T* row_of_tap = row_of_taps + first * out.s.tap;
+        const bool packs = sharing == 1 && at.step * out.s.w == 1 && at.w + P <= across.out &&
+                           walk.tap % U == 0 &&
+                           reinterpret_cast<uintptr_t>(row_of_tap) % (U * sizeof(T)) == 0;
+        if (packs) {
+#pragma unroll
+          for (int j = 0; j < J; ++j, row_of_tap += walk.tap) {
+            if (J == kAnyTaps && first + j * walk.next_tap_across >= across.taps) continue;
+#pragma unroll
+            for (int s = 0; s < P; s += U) {
+              A pixels[U];
+#pragma unroll
+              for (int u = 0; u < U; ++u) pixels[u] = sum[s + u][j];
+              store_sum<U>(row_of_tap + s, pixels);
+            }
+          }
+          continue;
+        }
 #pragma unroll
         for (int s = 0; s < P; ++s) {
           const int w = at.w + (mine + s) * at.step;

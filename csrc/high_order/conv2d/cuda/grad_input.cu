@@ -37,23 +37,21 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int c = first; c < last; c += N) {
     const int64_t channel = int64_t{at.g} * t.group_channels + c;
     A window[N][V + K - 1] = {};  // sums for columns w - before ... w + V - 1 + after
-#pragma unroll
+#pragma unroll 1                  // as in apply_tuned
     for (int i = 0; i < K; ++i) {
       const int y = at.h - i + before;
       if (!at.exists || y < 0 || y >= t.H) continue;
-      Pack<T, V> taps[K];
-      const T* tap_weight = weight.at(i * K, at.b, at.g, y, at.w);
-#pragma unroll
-      for (int j = 0; j < K; ++j, tap_weight += weight.s.tap) taps[j] = load_once<V>(tap_weight);
+      A taps[K][V];
+      load_taps<K, V>(weight.at(i * K, at.b, at.g, y, at.w), weight.s.tap, taps);
       const T* row = grad.at(at.b, channel, y, at.w);
 #pragma unroll
       for (int m = 0; m < N; ++m) {
-        const auto gradient = load<V>(row + m * grad.s.c);
+        A gradient[V];
+        widen_all(load<V>(row + m * grad.s.c), gradient);
 #pragma unroll
         for (int j = 0; j < K; ++j)
 #pragma unroll
-          for (int v = 0; v < V; ++v)
-            window[m][v + j] += widen<A>(taps[j].e[v]) * widen<A>(gradient.e[v]);
+          for (int v = 0; v < V; ++v) window[m][v + j] += taps[j][v] * gradient[v];
       }
     }
 #pragma unroll
@@ -100,7 +98,7 @@ Tensor cuda_grad_input(Tensor out, const Tensor& grad, const Tensor& weight, con
     using T = decltype(zero);
     const bool done = banded || gather_from_stage<T>(grad, weight, out, p, launch.stream) ||
                       apply_where_aligned<true, T>(grad, weight, out, p, launch.stream) ||
-                      dispatch_tuned<T>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
+                      dispatch_tuned<T, 8>(p, {&grad, &weight, &out}, [&](auto K, auto V, auto N) {
                         Tiling tiling;
                         const dim3 grid = grid_for<ThreadPixels<V, kHalo<K, V>>>(
                             p, p.down.in, p.across.in, V, p.group_channels() / N, tiling);

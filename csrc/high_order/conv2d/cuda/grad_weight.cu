@@ -19,7 +19,7 @@ constexpr int64_t kManyChannels = 64;    // of a group: enough for several threa
 constexpr int64_t kFewPixels = 1 << 14;  // whose threads leave most of a GPU idle
 
 template <typename T, int K, int V, int N>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, 4)
     sum_tuned(Image<const T> grad, Image<const T> x, Weights<T> out, Tiling t) {
   using A = acc_t<T>;
   constexpr int before = (K - 1) / 2;
@@ -37,13 +37,13 @@ __global__ void __launch_bounds__(kThreads, 5)
     for (int c = 0; c < t.group_channels; c += N) {
 #pragma unroll
       for (int m = 0; m < N; ++m, gradients += grad.s.c, row += x.s.c) {
-        const auto gradient = load<V>(gradients);
-        A window[V + K - 1];
+        A gradient[V], window[V + K - 1];
+        widen_all(load<V>(gradients), gradient);
         load_window<K, V>(row, y >= 0 && y < t.H, at.w, t.W, window);
 #pragma unroll
         for (int j = 0; j < K; ++j)
 #pragma unroll
-          for (int v = 0; v < V; ++v) sum[j][v] += widen<A>(gradient.e[v]) * window[v + j];
+          for (int v = 0; v < V; ++v) sum[j][v] += gradient[v] * window[v + j];
       }
     }
 #pragma unroll
