@@ -81,27 +81,31 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const P
     transpose_all(rows, out, p.B, p.taps(), p.down.out * p.across.out, launch.stream);
     return out;
   }
-  // Then several threads share the channels of a pixel, in general.cuh.
   const int64_t n = p.group_channels(), pixels = p.B * p.G * p.down.in * p.across.in;
-  const bool shares = n >= 2 * kManyChannels || (n >= kManyChannels && pixels < kFewPixels);
-  if (shares && fills_loads(x, p) && !(channels_last(grad) && channels_last(x))) {
+  const bool many = n >= 2 * kManyChannels, few_pixels = n >= kManyChannels && pixels < kFewPixels;
+  bool staged = false, done = false;
+  dispatch_cuda(x, [&](auto zero) {
+    using T = decltype(zero);
+    staged = sum_to_stage<T>(grad, x, out, p, launch.stream);
+    done = staged ||
+           (!many && !few_pixels && sum_where_aligned<T>(grad, x, out, p, launch.stream)) ||
+           (!few_pixels && dispatch_tuned<T, 8>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
+             Tiling tiling;
+             const dim3 grid = grid_for<ThreadPixels<V>>(p, p.down.in, p.across.in, V, K, tiling);
+             sum_tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
+                 image<T>(grad), image<T>(x), mutable_weights<T>(out), tiling);
+           }));
+  });
+  // In general.cuh several threads share the channels of a pixel, where channels are last.
+  const bool last = channels_last(grad) && channels_last(x);
+  if (!done && (many || few_pixels) && !last && fills_loads(x, p)) {
     const Tensor gradients = copy_channels_last(grad, launch.stream);
     return cuda_grad_weight(out, gradients, copy_channels_last(x, launch.stream), p);
   }
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    if (sum_to_stage<T>(grad, x, out, p, launch.stream)) return;
-    const bool done =
-        !shares && (sum_where_aligned<T>(grad, x, out, p, launch.stream) ||
-                    dispatch_tuned<T>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
-                      Tiling tiling;
-                      const dim3 grid =
-                          grid_for<ThreadPixels<V>>(p, p.down.in, p.across.in, V, K, tiling);
-                      sum_tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
-                          image<T>(grad), image<T>(x), mutable_weights<T>(out), tiling);
-                    }));
     if (!done) sum_general<T>(grad, x, out, p, launch.stream);
-    if (p.repeats()) sum_border<T>(grad, x, out, p, launch.stream);
+    if (!staged && p.repeats()) sum_border<T>(grad, x, out, p, launch.stream);
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;

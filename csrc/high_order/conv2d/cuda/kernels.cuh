@@ -151,8 +151,8 @@ __device__ __forceinline__ void load_taps(const T* p, int64_t next_tap, A (&taps
 }
 
 // Calls f(K, V, N) with the constants of a tuned kernel and returns true. Returns false where none
-// fits. N is at most `Most`, at k = 7, where a pixel has many weights, and 4 elsewhere.
-template <typename T, int Most = 4, typename F>
+// fits. N is at most `Most`, or 4 where a pixel has more weights than leave registers for more.
+template <typename T, int Most, typename F>
 bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tensors, F&& f) {
   if constexpr (sizeof(T) == 8) {
     return false;
@@ -172,10 +172,8 @@ bool dispatch_tuned(const Problem& p, std::initializer_list<const Tensor*> tenso
     };
     if (!fits(1)) return false;
     const auto with_many = [&](auto K, auto V) {  // channels: a multiple of 4
-      if constexpr (Most > 8 && K == 7 && V > 1) {
+      if constexpr (K <= 7 && V > 1) {
         if (n % Most == 0) return f(K, V, integral_constant<int, Most>{});
-      }
-      if constexpr (Most > 4 && K == 7 && V > 1) {
         if (n % 8 == 0) return f(K, V, integral_constant<int, 8>{});
       }
       f(K, V, integral_constant<int, 4>{});
