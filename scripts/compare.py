@@ -1,13 +1,16 @@
 """Compares training runs: ``python scripts/compare.py RUN_OR_SWEEP...``.
 
 Reads the results.json and losses.csv of every run in the folders, groups runs that differ only in
-the seed, and compares each group with a baseline. Writes::
+the seed, and compares each group with a baseline: one for all, or, of several cells or data sets,
+the one that differs from it in one setting, as by ``--baseline impl=reference``. Writes::
 
     <name>.json
         command, method, baseline
+        commit            of all runs; null where they are of several
         environments      hardware, torch and commit of the runs, each once
         groups            one for each set of settings:
             label, settings       the settings in which the groups differ
+            baseline              the label of the group that it is compared with; "" of none
             seeds, runs           seeds of finished runs, and how many runs these are
             unfinished            folders of runs that did not finish
             step_ms, samples_per_sec, data_wait_fraction, peak_memory_mb, metrics
@@ -32,7 +35,7 @@ from wandb_report import ReportError, publish, require_online
 from hoconv.tools.benchmarking.charts import save
 from hoconv.tools.commands import add_out_option, record, write_json, write_text
 from hoconv.tools.report import files, losses
-from hoconv.tools.report.groups import ComparisonError, choose_baseline, compare, group
+from hoconv.tools.report.groups import ComparisonError, choose_baselines, compare, group
 from hoconv.tools.report.table import Column, columns, metric_columns
 from hoconv.tools.tables import show
 
@@ -50,8 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_OR_SWEEP")
-    parser.add_argument("--baseline", help="a label of the table; default: impl reference, or the "
-                        "first group")  # fmt: skip
+    parser.add_argument(
+        "--baseline", metavar="LABEL|SETTING=VALUE",
+        help="the label of the group that all are compared with; or a setting and its value: each "
+             "group is compared with the one that differs from it in this setting alone; default: "
+             "impl reference, or the first group",
+    )  # fmt: skip
     add_out_option(parser)
     parser.add_argument("--name", default="compare", help="of the files; default: %(default)s")
     parser.add_argument("--wandb", action="store_true",
@@ -71,10 +78,11 @@ def run(arguments: argparse.Namespace, command: str) -> None:
     for unreadable, why in found.unreadable.items():
         print(f"Not compared: {unreadable} cannot be read: {why}", file=sys.stderr)
     groups = group(found.runs)
-    baseline = choose_baseline(groups, arguments.baseline)
+    baselines = choose_baselines(groups, arguments.baseline)
+    same = all(each is baselines[0] for each in baselines)
     if arguments.wandb:
         require_online()
-    compared = compare(groups, baseline)
+    compared = compare(groups, baselines, baselines[0].label if same else arguments.baseline)
     titles, cells = zip(*table(compared))
     rows = [*zip(*cells)]
     shown = Table(*titles[:2])

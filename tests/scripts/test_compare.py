@@ -129,6 +129,42 @@ def test_runs_of_several_tasks_are_compared(write, compare):
     assert digits["differences"]["test/accuracy"]["mean"] == 0
 
 
+def test_each_group_is_compared_with_the_one_that_differs_in_one_setting(write, compare):
+    for cell, slow, fast in (("gru", 30.0, 10.0), ("lru", 20.0, 4.0), ("gla", None, 2.0)):
+        overrides = [f"model.network.cell={cell}"]
+        write("cuda", 1, fast, accuracy=0.5, overrides=overrides)
+        if slow:
+            write("reference", 1, slow, accuracy=0.25, overrides=overrides)
+    found = compare("--baseline", "impl=reference")
+    groups = {each["label"]: each for each in found["groups"]}
+    assert found["baseline"] == "impl=reference"
+    assert groups["gru cuda"]["baseline"] == groups["gru reference"]["baseline"] == "gru reference"
+    assert groups["gru cuda"]["speedup"]["mean"] == 3
+    assert groups["lru cuda"]["speedup"]["mean"] == 5
+    assert groups["lru cuda"]["differences"]["test/accuracy"]["mean"] == 0.25
+    assert groups["gla cuda"]["baseline"] == ""
+    assert groups["gla cuda"]["speedup"]["mean"] is None
+    *_, title = found["table"].splitlines()[0].strip("| ").split(" | ")
+    assert title == "Δ vs impl=reference"
+    rows = [line.split(" | ") for line in found["table"].splitlines()[2:]]
+    assert [row[-1].strip("| ") for row in rows] == ["+0.2500", "", "+0.2500", "", ""]
+
+
+def test_the_record_names_the_commit_if_all_runs_are_of_one(write, compare):
+    write("reference", 0)
+    write("cpp", 0)
+    assert compare()["commit"] == "abc"
+    write("cpp", 1, commit="def")
+    assert compare()["commit"] is None
+
+
+def test_a_label_with_an_equals_sign_is_a_label(write, compare):
+    for window in ("16", "32"):
+        write("cpp", 0, overrides=[f"approx.gradient=difference:window={window}"])
+    found = compare("--baseline", "difference:window=32")
+    assert [each["baseline"] for each in found["groups"]] == ["difference:window=32"] * 2
+
+
 def test_a_setting_that_only_some_runs_have_has_a_label_to_write(write, compare):
     write("cpp", 0)
     write("cpp", 0, overrides=["model.learning_rate=0.1"])
@@ -155,6 +191,7 @@ def test_groups_differ_in_what_is_varied_and_failed_runs_are_counted(write, comp
     [
         ((), (), "no results.json"),
         ((0,), ("--baseline", "cuda"), "expected one of ['cpp'], got 'cuda'"),
+        ((0,), ("--baseline", "impl=cuda"), "expected one of ['cpp'], got 'impl=cuda'"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(

@@ -137,7 +137,7 @@ def _training(
     groups = group(found.runs)
     baseline = choose_baseline(groups, label)
     groups.sort(key=lambda each: each is not baseline)
-    compared = compare(groups, baseline)
+    compared = compare(groups, [baseline] * len(groups), baseline.label)
     shares: dict[str, Share | None] = {}
     for each, row in zip(groups, compared["groups"], strict=True):
         shares[each.label] = find_share(found, operator, each)

@@ -108,11 +108,35 @@ def choose_baseline(groups: list[Group], label: str | None) -> Group:
     )
 
 
-def compare(groups: list[Group], baseline: Group) -> dict[str, Any]:
+def choose_baselines(groups: list[Group], name: str | None) -> list[Group]:
+    """Returns what each group is compared with: the same group for all, or one that differs from it
+    in one setting alone; a group without runs where there is none.
+
+    Args:
+        name: a label, or ``setting=value``; see :func:`choose_baseline` for the default.
+
+    Raises:
+        ComparisonError: no group has the label or the setting, or there is no group.
+    """
+    setting, _, value = (name or "").partition("=")
+    is_label = any(name == each.label for each in groups)
+    if is_label or not any(each.settings.get(setting) == value for each in groups):
+        return [choose_baseline(groups, name)] * len(groups)
+    by_settings = {tuple(each.settings.items()): each for each in groups}
+    wanted = [{**each.settings, setting: value} for each in groups]
+    missing = Group("", {})
+    return [by_settings.get(tuple(settings.items()), missing) for settings in wanted]
+
+
+def compare(groups: list[Group], baselines: list[Group], name: str) -> dict[str, Any]:
     """Returns what JSON records say of the groups.
 
     ``speedup`` is that of a step, and ``differences`` are those of the test's metrics, between the
     runs of the baseline and of the group with the same seed.
+
+    Args:
+        baselines: of each group, what it is compared with.
+        name: what the record calls them.
     """
     environments: dict[str, dict[str, Any]] = {}
     for run in (run for each in groups for run in each.finished()):
@@ -120,10 +144,12 @@ def compare(groups: list[Group], baseline: Group) -> dict[str, Any]:
         known = {k: environment.get(k) for k in ("cpu", "threads", "torch")} | {"gpu": run.gpu}
         known["commit"] = run.results.get("commit")
         environments[str(known)] = known
+    commits = {known["commit"] for known in environments.values()}
     return {
-        "baseline": baseline.label,
+        "commit": commits.pop() if len(commits) == 1 else None,
+        "baseline": name,
         "environments": list(environments.values()),
-        "groups": [_compared(each, baseline) for each in groups],
+        "groups": [_compared(*pair) for pair in zip(groups, baselines, strict=True)],
     }
 
 
@@ -137,6 +163,7 @@ def _compared(each: Group, baseline: Group) -> dict[str, Any]:
     return {
         "label": each.label,
         "settings": each.settings,
+        "baseline": baseline.label,
         "seeds": sorted(each.runs),
         "runs": len(each.finished()),
         "unfinished": [str(run.folder) for run in each.unfinished],

@@ -46,7 +46,7 @@ def columns(groups: Sequence[dict[str, Any]], titles: Sequence[str]) -> list[Col
 
 def metric_columns(compared: dict[str, Any]) -> list[Column]:
     """Returns two columns for each metric: the metric, and what it differs from the baseline by."""
-    groups, baseline = compared["groups"], compared["baseline"]
+    groups = compared["groups"]
     found = []
     for name in metrics(compared):
         values, changes = (
@@ -55,10 +55,10 @@ def metric_columns(compared: dict[str, Any]) -> list[Column]:
             for key, form in (("metrics", "{:.4f}"), ("differences", "{:+.4f}"))
         )  # fmt: skip
         of_others = [
-            "" if group["label"] == baseline else change
+            "" if group["label"] == group["baseline"] else change
             for group, change in zip(groups, changes, strict=True)
         ]
-        found += [(name, values), (f"Δ vs {baseline}", of_others)]
+        found += [(name, values), (f"Δ vs {compared['baseline']}", of_others)]
     return found
 
 
