@@ -13,6 +13,8 @@
 // MB and the weights 1.6 MB, 12 us of an H100's memory; 210 million products, 7 us of its
 // arithmetic. A row of taps loads 8 columns of 16 bytes and 20 weights for 160 products in a
 // thread. What binds it is the integer arithmetic beside the products, so positions are 32-bit.
+// What did not help, in bfloat16 on an H200: to load the weights of four pixels of contiguous rows
+// at once, before the columns (k = 21: 103 us instead of 91; k = 4: 36 instead of 24).
 //
 // B batch, C channels, G groups of channels, k taps of a row; of what is written, or read, H height
 // and W width.

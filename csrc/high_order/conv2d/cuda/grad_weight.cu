@@ -92,7 +92,9 @@ Tensor cuda_grad_weight(Tensor out, const Tensor& grad, const Tensor& x, const P
            (!few_pixels && dispatch_tuned<T, 8>(p, {&grad, &x, &out}, [&](auto K, auto V, auto N) {
              Tiling tiling;
              const dim3 grid = grid_for<ThreadPixels<V>>(p, p.down.in, p.across.in, V, K, tiling);
-             sum_tuned<T, K, V, N><<<grid, kThreads, 0, launch.stream>>>(
+             // 8 channels at once do not fit the registers at k = 7 in float32.
+             constexpr int M = K == 7 && sizeof(T) == 4 && N == 8 ? 4 : N;
+             sum_tuned<T, K, V, M><<<grid, kThreads, 0, launch.stream>>>(
                  image<T>(grad), image<T>(x), mutable_weights<T>(out), tiling);
            }));
   });
