@@ -461,9 +461,10 @@ def cell(
                 known = (*options, *_GIVEN)
                 if not _is_size(size, known):
                     no = "no option of the cell" if isinstance(size, str) else "none"
+                    axes = "; several are a tuple" if isinstance(size, list) else ""
                     raise refuse(
                         f"{what}: its size {size!r} is {no}; expected an int of at least 1, "
-                        f"{', '.join(map(repr, known))}, a product of them, or a tuple of several"
+                        f"{', '.join(map(repr, known))}, or a product of them{axes}"
                     )
         return Cell(function.__name__, function, beside, frozenset(constants or {}), sizes, options)
 

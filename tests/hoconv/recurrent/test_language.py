@@ -450,7 +450,7 @@ def test_results_that_are_none_are_described(result: str, message: str) -> None:
         ({"state": {"h": 0}}, "state 'h': its size 0 is none; expected an int of at least 1"),
         ({"state": {"h": -1}}, "state 'h': its size -1 is none; expected an int of at least 1"),
         ({"state": {"h": 1.5}}, "state 'h': its size 1.5 is none; expected an int of at least 1"),
-        ({"state": {"h": [2, 3]}}, r"its size \[2, 3\] is none; .*, or a tuple of several"),
+        ({"state": {"h": [2, 3]}}, r"its size \[2, 3\] is none; .*; several are a tuple"),
         ({"state": {"h": "2 *"}}, "its size '2 .' is no option of the cell; .* a product of them"),
         ({"state": ("h",), "inputs": {"m": None}}, "input 'm': its size None is none"),
         ({"state": ("h",), "inputs": ("m",)}, r"inputs: expected names and sizes, .* got \('m',\)"),
