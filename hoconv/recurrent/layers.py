@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from hoconv.dispatch.registration import FixedAttributes, autocasts, check_dense
 from hoconv.recurrent.directions import run_directions
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
 from hoconv.recurrent.frontend.serialize import to_text
+from hoconv.recurrent.frontend.symbol import Symbol, fail
 from hoconv.recurrent.frontend.trace import Declaration, trace
 from hoconv.recurrent.inputs import gather_inputs
 from hoconv.recurrent.ir.evaluate import NAMES
@@ -175,11 +176,7 @@ class RNN(FixedAttributes):
                     elif isinstance(d.init, Tensor):
                         value.copy_(d.init)
                     elif callable(d.init):
-                        try:
-                            d.init(value)
-                        except Exception as error:
-                            error.add_note(f"the init of {name}: it is given a tensor to fill")
-                            raise
+                        _fill(value, d.init, f"the init of {name}")
                     else:
                         value.fill_(d.init)
                     if parametrize.is_parametrized(self, name):
@@ -234,6 +231,9 @@ class RNN(FixedAttributes):
                 raise ValueError("x: a cell of several inputs or outputs takes no PackedSequence; "
                                  "pad it, and give its lengths")  # fmt: skip
             x, lengths = pad_packed_sequence(packed)
+        if isinstance(x, Symbol):
+            fail("a layer runs all steps, and a cell one; write a cell within the cell, as in "
+                 'output, following = rnn.gru("lower", x, h)')  # fmt: skip
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a tensor or a PackedSequence, got {type(x).__name__}")
         check_dense(x)
@@ -597,6 +597,20 @@ def _check_states(first: BoundCell, bound: BoundCell, layer: int) -> None:
                 f"@rnn.cell(state={{{name!r}: 'hidden_size'}}), let the outputs of all directions "
                 f"together have {expected} features, or make an RNN of one layer for each"
             )
+
+
+def _fill(value: Tensor, init: Callable[[Tensor], Any], what: str) -> None:
+    """Lets a function write the initial elements of a parameter."""
+    try:
+        found = init(value)
+    except Exception as error:
+        error.add_note(f"{what}: it is given a tensor of shape {tuple(value.shape)} to fill")
+        raise
+    if isinstance(found, Tensor) and found is not value:
+        own, other = value.untyped_storage(), found.untyped_storage()
+        if own.data_ptr() != other.data_ptr():
+            raise ValueError(f"{what}: it returns a tensor of its own, and is to write into the "
+                             "one that it is given, as nn.init.ones_ does")  # fmt: skip
 
 
 def _trace(cell: BoundCell) -> _Traced:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hoconv.recurrent.frontend.frame import Row, apply
 from hoconv.recurrent.frontend.functions import exp, log, maximum, sqrt, stop_gradient, where
-from hoconv.recurrent.frontend.symbol import MOST_AXES, Symbol, fail
+from hoconv.recurrent.frontend.symbol import MOST_AXES, Symbol, describe_learned, fail
 from hoconv.recurrent.ir import axes as by_axes
 from hoconv.recurrent.ir import evaluate
 from hoconv.recurrent.ir.axes import Layout
@@ -39,7 +39,8 @@ def einsum(equation: str, *operands: Row) -> Row:
         fail(f'{where}: expected letters alone, as in "hkv,hk->hv"; the batch is not written, and '
              "a result has an axis at least")  # fmt: skip
     if len(letters) != len(operands) or len(operands) > 2:
-        fail(f"{where}: expected one or two operands, as many as it has, got {len(operands)}")
+        fail(f"{where}: expected one or two operands, as many as it has, got {len(operands)}; "
+             "multiply more of them two by two")  # fmt: skip
     for of in (*letters, result):
         if len(set(of)) < len(of):
             fail(f"{where}: {of!r} has a letter twice: an axis is read once")
@@ -48,8 +49,12 @@ def einsum(equation: str, *operands: Row) -> Row:
     sizes: dict[str, int] = {}
     for of, operand in zip(letters, operands, strict=True):
         shape = _shape(where, operand)
+        if any(isinstance(o, Symbol) for o in operands) and not isinstance(operand, Symbol):
+            fail(f"{where}: expected values of the step, got {type(operand).__name__}"
+                 + describe_learned(operand))  # fmt: skip
         if len(of) != len(shape):
-            fail(f"{where}: {of!r} has {len(of)} axes, its operand {_show(shape)}")
+            fail(f"{where}: {of!r} has {len(of)} axes, its operand {_show(shape)} has {len(shape)} "
+                 "beside the batch, which is not written")  # fmt: skip
         for letter, size in zip(of, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 fail(f"{where}: {letter!r} has the sizes {sizes[letter]} and {size}")
@@ -73,17 +78,20 @@ def max(x: Row, axis: int = -1) -> Row:
 
 def mean(x: Row, axis: int = -1) -> Row:
     """The mean along an axis, which then has size 1."""
+    _axis("mean", x, axis)
     return sum(x, axis) * (1 / x.shape[_axis("mean", x, axis) + 1])
 
 
 def softmax(x: Row, axis: int = -1) -> Row:
     """exp(x) over its sum along an axis."""
+    _axis("softmax", x, axis)
     e = exp(x - max(x, axis))
     return e / sum(e, axis)
 
 
 def logsumexp(x: Row, axis: int = -1) -> Row:
     """The logarithm of the sum of exp(x) along an axis, which then has size 1."""
+    _axis("logsumexp", x, axis)
     largest = stop_gradient(max(x, axis))
     largest = where(abs(largest) < math.inf, largest, 0.0)
     return log(sum(exp(x - largest), axis)) + largest
@@ -91,6 +99,7 @@ def logsumexp(x: Row, axis: int = -1) -> Row:
 
 def normalize(x: Row, axis: int = -1, eps: float = 1e-12) -> Row:
     """x over its Euclidean norm along an axis, which is taken as eps at least."""
+    _axis("normalize", x, axis)
     return x / sqrt(maximum(sum(x * x, axis), eps * eps))
 
 

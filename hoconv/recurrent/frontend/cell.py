@@ -12,7 +12,9 @@ import itertools
 import math
 import operator
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from hoconv.recurrent.frontend.axes import cat, reshape
 from hoconv.recurrent.frontend.errors import CellError, find_line, locate_error
 from hoconv.recurrent.frontend.frame import Frame, Row, check_name, current_frame, enter_frame
-from hoconv.recurrent.frontend.symbol import MOST_AXES, fail
+from hoconv.recurrent.frontend.symbol import MOST_AXES, Symbol, fail
 
 HIDDEN = "hidden_size"
 _GIVEN = ("input_size", HIDDEN)
@@ -247,10 +249,7 @@ class BoundCell:
             if isinstance(values[0], Tensor):
                 error.add_note(f"{filename}:{line}: in the cell {self.name}")
                 raise
-            message = f"{type(error).__name__}: {error}"
-            if "unexpected keyword argument 'dim'" in message:
-                message += "; the language calls it axis="
-            raise locate_error(message, filename, line, self.name) from error
+            raise locate_error(_explain(error), filename, line, self.name) from error
         return self._check_result(result)
 
     def _split(self, x: Row) -> list[Row]:
@@ -270,16 +269,25 @@ class BoundCell:
         names = list(self.state_shapes)
         expected = f"(output, dict({', '.join(f'{n}=...' for n in names)}))"
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
-            raise self.error(f"it must return {expected}, got {type(result).__name__}")
+            raise self.error(f"it must return {expected}, got {_describe(result)}")
         output, states = result
         outputs = output if isinstance(output, dict) else {"output": output}
         if not outputs:
             raise self.error("it returns no output: name one, as in dict(h=h)")
-        for name, value in {**outputs, **states}.items():
+        for name, value in (*outputs.items(), *states.items()):
+            if not isinstance(name, str):
+                raise self.error(
+                    f"expected names of outputs and states, as in dict(h=h), got {name!r}"
+                )
             if not hasattr(value, "shape") or len(value.shape) < 2:
                 raise self.error(
-                    f"{name}: expected a value of the step, (B, n), got {value!r}; a row of zeros "
-                    "is 0.0 times a row"
+                    f"{name}: expected a value of the step, (B, n), got {_describe(value)}; "
+                    + (
+                        "several outputs have names: return dict(a=a, b=b), ...; a cell within "
+                        'returns two, output, following = rnn.gru("lower", x, h)'
+                        if isinstance(value, tuple | list)
+                        else "a row of zeros is 0.0 times a row"
+                    )
                 )
         for name in states:
             if name not in names:
@@ -325,6 +333,34 @@ class Step(NamedTuple):
     outputs: dict[str, int] | None
 
 
+def _explain(error: Exception) -> str:
+    """What an exception of Python in a cell says, and what to write."""
+    message = f"{type(error).__name__}: {error}"
+    language = sys.modules["hoconv.recurrent"]  # which imports this module
+    called = re.match(r"(\w+)\(\) ", str(error))
+    function = called and getattr(language, called[1], None)
+    if isinstance(error, NameError) and callable(getattr(language, error.name or "", None)):
+        message += f"; write rnn.{error.name}"
+    elif isinstance(error, TypeError) and callable(function):
+        arguments = inspect.signature(function).parameters.values()
+        listed = ", ".join(str(a.replace(annotation=a.empty)) for a in arguments)
+        message += f"; it is rnn.{function.__name__}({listed})"
+        if "'keepdim'" in message:
+            message += ", and an axis along which it goes stays, of size 1"
+    elif "does not support ufuncs" in message:
+        message += "; NumPy's functions are outside of the language: write those of rnn"
+    return message
+
+
+def _describe(value: Any) -> str:
+    """What a cell returned, without the text of values."""
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__} ({', '.join(map(_describe, value))})"
+    if isinstance(value, Symbol):
+        return "a value"
+    return repr(value) if isinstance(value, int | float | str) else type(value).__name__
+
+
 def _show(shape: tuple[int, ...]) -> str:
     return str(shape[0]) if len(shape) == 1 else str(shape)
 
@@ -335,6 +371,16 @@ def _factors(size: Size) -> list[Size]:
         return [size]
     factors = [factor.strip() for factor in size.split("*")]
     return [int(factor) if factor.isdecimal() else factor for factor in factors]
+
+
+def _is_size(size: Any, names: Collection[str]) -> bool:
+    """Returns whether it is an int of at least 1, one of the names, or a product of them."""
+    return all(
+        factor in names
+        if isinstance(factor, str)
+        else isinstance(factor, int) and not isinstance(factor, bool) and factor >= 1
+        for factor in _factors(size)
+    )
 
 
 def _tuples(sizes: Mapping[str, Size | tuple[Size, ...]]) -> dict[str, tuple[Size, ...]]:
@@ -373,29 +419,24 @@ def cell(
     if callable(state):
         raise CellError('cell: expected names of states, as in @rnn.cell(state=("h",)); got a '
                         "function: the decorator is missing its argument")  # fmt: skip
-    given = dict(state) if isinstance(state, Mapping) else dict.fromkeys(state, HIDDEN)
-    for what, of, example in (("inputs", inputs, "mask"), ("constants", constants, "memory")):
-        if of is not None and not isinstance(of, Mapping):
-            raise CellError(f'cell: {what}: expected names and sizes, as in {what}={{"{example}": '
-                            f"1}}; got {of!r}")  # fmt: skip
-    if not isinstance(state, str) and len(given) < len(state):
-        raise CellError(f"cell: state: a name is there twice in {state!r}")
-    if both := [name for name in constants or {} if name in (inputs or {})]:
-        raise CellError(f"cell: {both[0]!r} is the name of an input and of a constant")
+    problem = _find_problem(state, inputs, constants)
+    given = {} if problem else state if isinstance(state, Mapping) else dict.fromkeys(state, HIDDEN)
     sizes = _tuples(given)
-    beside = _tuples({**(inputs or {}), **(constants or {})})
+    beside = {} if problem else _tuples({**(inputs or {}), **(constants or {})})
 
     def decorate(function: Callable[..., Any]) -> Cell:
+        if not inspect.isfunction(function):
+            raise CellError(f"cell: expected a function, got {function!r}; write one that calls it")
         code = function.__code__
 
         def refuse(message: str) -> CellError:
             line = code.co_firstlineno
             return locate_error(message, code.co_filename, line, function.__name__)
 
+        if problem:
+            raise refuse(problem)
         arguments = inspect.signature(function).parameters.values()
         positional = [a.name for a in arguments if a.kind == a.POSITIONAL_OR_KEYWORD]
-        if isinstance(state, str) or not sizes:
-            raise refuse(f"state: expected a tuple of names, got {state!r}")
         if positional != [positional[0] if positional else "x", *beside, *sizes]:
             raise refuse(
                 f"expected the arguments (x, {', '.join((*beside, *sizes))}), the inputs, the "
@@ -418,11 +459,32 @@ def cell(
                 raise refuse(f"{what}: expected 1 to {MOST_AXES} sizes, got {of!r}")
             for size in of:
                 known = (*options, *_GIVEN)
-                if any(f not in known if isinstance(f, str) else f == 0 for f in _factors(size)):
+                if not _is_size(size, known):
+                    no = "no option of the cell" if isinstance(size, str) else "none"
+                    axes = "; several are a tuple" if isinstance(size, list) else ""
                     raise refuse(
-                        f"{what}: its size {size!r} is no option of the cell; expected an int of "
-                        f"at least 1, {', '.join(map(repr, known))}, or a product of them"
+                        f"{what}: its size {size!r} is {no}; expected an int of at least 1, "
+                        f"{', '.join(map(repr, known))}, or a product of them{axes}"
                     )
         return Cell(function.__name__, function, beside, frozenset(constants or {}), sizes, options)
 
     return decorate
+
+
+def _find_problem(state: Any, inputs: Any, constants: Any) -> str | None:
+    """Says what is wrong with the arguments of :func:`cell`, whatever the function is."""
+    for what, of, example in (("inputs", inputs, "mask"), ("constants", constants, "memory")):
+        if of is not None and not isinstance(of, Mapping):
+            return f'{what}: expected names and sizes, as in {what}={{"{example}": 1}}; got {of!r}'
+    if isinstance(state, str) or not isinstance(state, Sequence | Mapping) or not state:
+        return f"state: expected a tuple of names, or a dict of names and sizes, got {state!r}"
+    for name in (*state, *(inputs or {}), *(constants or {})):
+        if not isinstance(name, str) or not name.isidentifier():
+            return f"expected names of arguments, as in state=('h',), got {name!r}"
+    if len({*state}) < len(state):
+        return f"state: a name is there twice in {state!r}"
+    kinds = {"an input": inputs or {}, "a constant": constants or {}, "a state": state}
+    for (one, names), (other, others) in itertools.combinations(kinds.items(), 2):
+        if both := [name for name in names if name in others]:
+            return f"{both[0]!r} is the name of {one} and of {other}"
+    return None

@@ -5,8 +5,10 @@ Each is an attribute of this module, made of its entry in :mod:`hoconv.recurrent
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,11 @@ from hoconv.recurrent.ir.functions import FUNCTIONS, Function
 def __getattr__(name: str) -> Callable[..., Row]:
     entry = FUNCTIONS.get(name)
     if entry is None or not entry.doc:
+        public = [n for n in dir(sys.modules["hoconv.recurrent"]) if not n.startswith("_")]
+        close = difflib.get_close_matches(name, public, 1, 0.7)
         said = f"write {INSTEAD[name]}" if name in INSTEAD else "docs/use/recurrent.md lists all"
+        if close:
+            said = f"did you mean {close[0]}? {said}"
         raise AttributeError(f"hoconv.recurrent has no function {name!r}; {said}")
     return _callable(entry)
 
@@ -35,7 +41,10 @@ def _callable(entry: Function) -> Callable[..., Row]:
 
     def function(*operands: Any, **named: Any) -> Row:
         if named or len(operands) != len(entry.operands):
-            operands = signature.bind(*operands, **named).args
+            try:
+                operands = signature.bind(*operands, **named).args
+            except TypeError as error:
+                raise TypeError(f"{entry.name}() {error}") from error
         return apply(entry.name, *operands)
 
     function.__name__ = function.__qualname__ = entry.name

@@ -167,6 +167,7 @@ def layer_norm(name: str, x: Row, eps: float = 1e-5) -> Row:
     The layer's parameters are ``<name>_gain_l<layer>``, at first 1, and ``<name>_shift_l<layer>``,
     at first 0, of the sizes of x.
     """
+    check_name("layer_norm", name)
     centred = x - mean(x)
     normalized = centred / sqrt(mean(centred * centred) + eps)
     return normalized * parameter(f"{name}_gain", x, init=1.0) + parameter(
@@ -177,13 +178,16 @@ def layer_norm(name: str, x: Row, eps: float = 1e-5) -> Row:
 def rms_norm(name: str, x: Row, eps: float = 1e-6) -> Row:
     """Normalisation by the root mean square along the last axis (Zhang and Sennrich 2019), with a
     learned gain: ``<name>_gain_l<layer>``, at first 1, of the sizes of x."""
+    check_name("rms_norm", name)
     return x * rsqrt(mean(x * x) + eps) * parameter(f"{name}_gain", x, init=1.0)
 
 
 def group_norm(name: str, x: Row, groups: int, eps: float = 1e-5) -> Row:
     """Normalisation of groups of neighbouring features of a row (Wu and He 2018), with a learned
     gain and shift as of :func:`layer_norm`."""
-    if len(x.shape) != 2 or groups < 1 or x.shape[1] % groups:
+    check_name("group_norm", name)
+    whole = isinstance(groups, int) and groups >= 1
+    if len(x.shape) != 2 or not whole or x.shape[1] % groups:
         fail(f"group_norm({name!r}): expected a row, and a divisor of its features, got shape "
              f"{x.shape} and {groups} groups")  # fmt: skip
     apart = reshape(x, groups, x.shape[1] // groups)

@@ -32,12 +32,38 @@ INSTEAD = {
     **dict.fromkeys(("split", "unbind"), "rnn.chunk(value, n)"),
     **dict.fromkeys(("transpose", "permute", "mT", "T"), 'rnn.einsum("hkv->hvk", value)'),
     **dict.fromkeys(("min", "amin"), "-rnn.max(-value), or rnn.minimum(a, b)"),
+    **dict.fromkeys(("size", "dim", "ndim"), "value.shape[1:], the sizes of its axes"),
+    **dict.fromkeys(
+        ("to", "float", "double", "half", "type", "dtype", "device", "cpu", "cuda"),
+        "nothing: the layer says in which dtype and where it computes",
+    ),
+    **dict.fromkeys(("clone", "contiguous"), "the value itself, which nothing changes"),
+    **dict.fromkeys(
+        ("item", "tolist", "numpy"),
+        "rnn.where(condition, a, b): no number is known when a cell is traced",
+    ),
+    **dict.fromkeys(("zeros_like", "new_zeros"), "0.0, or 0.0 * value for a row of zeros"),
+    **dict.fromkeys(("ones_like", "new_ones"), "1.0, or 0.0 * value + 1.0 for a row of ones"),
+    **dict.fromkeys(("rand_like", "randn_like"), "rnn.dropout or rnn.zoneout, or give x the noise"),
+    **dict.fromkeys(
+        ("repeat", "expand", "tile"), "value[..., None]: an axis of size 1 is repeated"
+    ),
+    "squeeze": "rnn.reshape(value, n)",
     "amax": "rnn.max(value)",
     "detach": "rnn.stop_gradient(value)",
     "clip": "rnn.clamp(value, low, high)",
     "pow": "value ** n",
+    "square": "value * value",
+    "reciprocal": "1 / value",
     "norm": "rnn.sqrt(rnn.sum(value * value))",
-}
+    "round": "rnn.floor(value + 0.5)",
+    "ceil": "-rnn.floor(-value)",
+    "leaky_relu": "rnn.where(value > 0, value, 0.01 * value)",
+    "lerp": "a + weight * (b - a)",
+    "logical_not": "~a", "logical_and": "a & b", "logical_or": "a | b", "neg": "-a",
+    "add": "a + b", "sub": "a - b", "mul": "a * b", "div": "a / b",
+    "eq": "a == b", "ne": "a != b", "lt": "a < b", "le": "a <= b", "gt": "a > b", "ge": "a >= b",
+}  # fmt: skip
 _POWERS = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
 MOST_AXES = 3  # of a value, beside the batch
 _LANGUAGE = "the functions of hoconv.recurrent and the operators + - * / % ** < <= > >= == != & | ~"
@@ -46,6 +72,7 @@ _LANGUAGE = "the functions of hoconv.recurrent and the operators + - * / % ** < 
 def _suggest(name: str) -> str:
     """Says what to write instead of a function or method that a cell calls."""
     language = sys.modules["hoconv.recurrent"]  # which imports this module
+    name = name.rstrip("_")  # of what would write to a value
     if callable(getattr(language, name, None)):
         return f"write rnn.{name}(...)"
     if name in INSTEAD:
@@ -209,9 +236,21 @@ class Builder:
         if isinstance(operand, Real):  # NumPy's scalars, too
             return float(operand)
         fail(
-            f"{kind}: expected values of the step or numbers, got {type(operand).__name__}; "
-            "what is learned is made by rnn.parameter or rnn.linear"
+            f"{kind}: expected values of the step or numbers, got {type(operand).__name__}"
+            + describe_learned(operand)
         )
+
+
+def describe_learned(given: Any) -> str:
+    """Says how a value of the step is made of an array or a map; nothing of anything else."""
+    if callable(given):
+        return "; a map is called with values, as in W(h)"
+    if hasattr(given, "shape"):
+        return (
+            "; what is learned is made by rnn.parameter or rnn.linear, and a value of a tensor by "
+            "rnn.parameter(name, init=tensor, learned=False)"
+        )
+    return ""
 
 
 def _binary(kind: str) -> Callable[[Symbol, Any], Symbol]:
@@ -235,6 +274,21 @@ def _assigned(operator: str) -> Callable[[Symbol, Any], Symbol]:
 def _list_shapes(operands: Sequence[Any]) -> str:
     shapes = (f"(B, {', '.join(map(str, o.along))})" for o in operands if isinstance(o, Symbol))
     return " and ".join(shapes)
+
+
+def _is_whole(given: slice) -> bool:
+    """Returns whether both ends of a slice are whole numbers, or none."""
+    return all(end is None or hasattr(end, "__index__") for end in (given.start, given.stop))
+
+
+def _show_index(item: Any) -> str:
+    """An index as it is written; says how to take every n-th feature."""
+    if not isinstance(item, slice):
+        return repr(item)
+    shown = ":".join("" if end is None else f"{end}" for end in (item.start, item.stop))
+    if item.step in (None, 1):
+        return f"{shown}; a // b is a whole number"
+    return f"{shown}:{item.step}; rnn.reshape(value, m, n)[..., 0] has every n-th feature"
 
 
 class _Batch:
@@ -302,6 +356,10 @@ class Symbol:
     __matmul__ = __rmatmul__ = _missing("@", 'rnn.linear, or rnn.einsum("hkv,hk->hv", a, b)')
     __xor__ = __rxor__ = _missing("^", "a != b of conditions, or a ** n")
     __setitem__ = _missing("value[...] = ", "rnn.where(condition, a, b), or rnn.cat(a, b)")
+    __delitem__ = _missing("del value[...]", "rnn.cat(a, b) of the parts that stay")
+    __round__ = _missing("round", INSTEAD["round"])
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _missing("<< and >>", "value * 2.0**n")
+    __divmod__ = __rdivmod__ = _missing("divmod", "rnn.floor(a / b) and a % b")
     __contains__ = _missing("in", "rnn.max(rnn.where(a == b, 1.0, 0.0)) > 0")
     __hash__ = object.__hash__
     __array_ufunc__ = None  # NumPy's functions refuse it
@@ -365,12 +423,12 @@ class Symbol:
             size = self.along[axis]
             if isinstance(item, int) and not isinstance(item, bool) and -size <= item < size:
                 start, stop = item % size, item % size + 1
-            elif isinstance(item, slice) and item.step in (None, 1):
+            elif isinstance(item, slice) and item.step in (None, 1) and _is_whole(item):
                 start, stop, _ = item.indices(size)
                 shape.append(stop - start)
             else:
-                fail(f"indexing an axis of size {size}: expected start:stop, an int, or None for "
-                     f"a new axis, got {item!r}")  # fmt: skip
+                fail(f"indexing an axis of size {size}: expected start:stop of ints, an int, or "
+                     f"None for a new axis, got {_show_index(item)}")  # fmt: skip
             if (start, stop) != (0, size) or len(self.along) == 1:
                 result = result._slice(axis, start, stop)
             axis += 1
@@ -423,10 +481,19 @@ class Symbol:
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         name = getattr(function, "__name__", str(function))
+        if name in ("add", "sub", "mul", "div", "rsub"):  # an operator: another one is a tensor
+            tensor = next((a for a in args if not isinstance(a, Symbol)), None)
+            fail(f"{name}: expected values of the step or numbers, got "
+                 f"{type(tensor).__name__}{describe_learned(tensor)}")  # fmt: skip
         fail(
             f"torch's {name} is outside of the language; {_suggest(name)}; what torch.nn's modules "
             "learn, rnn.linear and rnn.parameter do"
         )
+
+    def __format__(self, given: str) -> str:
+        if given:
+            fail("a value has no numbers when a cell is traced; print(value) shows its sizes")
+        return repr(self)
 
     def __repr__(self) -> str:
         return f"<value of the step, (B, {', '.join(map(str, self.along))})>"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.frontend.frame import Frame, Init, Map, Row
 from hoconv.recurrent.frontend.symbol import Builder, Symbol, fail
+from hoconv.recurrent.ir.kinds import SOURCES
 from hoconv.recurrent.ir.program import Param, Piece, Program, State, Type, Value, Yield, flat
 
 
@@ -69,7 +70,8 @@ class _Weights:
 
 
 class _Tracer(Frame):
-    def __init__(self, cell: BoundCell, training: bool) -> None:
+    def __init__(self, cell: BoundCell, training: bool, delayed: Collection[Value]) -> None:
+        self.delayed = delayed
         self.hidden_size = cell.hidden_size
         self.training = training
         self.builder = Builder()
@@ -156,9 +158,9 @@ class _Tracer(Frame):
         return value
 
     def _constant(self, value: Value) -> bool:
-        """Returns whether a value does not depend on a state."""
+        """Returns whether a value does not depend on a state, but for delayed ones."""
         made_by = {op.result: op for op in self.builder.ops}
-        if value.type.rate != "step":
+        if value.type.rate != "step" or value in self.delayed:
             return True
         return value in made_by and all(map(self._constant, made_by[value].values))
 
@@ -169,10 +171,17 @@ def trace(cell: BoundCell, training: bool = False) -> Trace:
     Raises:
         CellError: the cell leaves the language; says the line and what to write instead.
     """
-    tracer = _Tracer(cell, training)
+    made = _trace(cell, training, ())
+    # Again, now that it is known which states are sequences, as the last input is.
+    delayed = _find_delayed(made.program)
+    return _trace(cell, training, delayed) if delayed else made
+
+
+def _trace(cell: BoundCell, training: bool, delayed: Collection[str]) -> Trace:
     x = Value(Type("sequence", (cell.row_size,)), "x")
     shapes = cell.state_shapes
     states = {n: Value(Type("step", (math.prod(shape),)), n) for n, shape in shapes.items()}
+    tracer = _Tracer(cell, training, {states[name] for name in delayed})
     symbols = {n: Symbol(tracer.builder, v, shapes[n]) for n, v in states.items()}
     constants = {
         n: Value(Type("constant", (math.prod(shape),)), n)
@@ -201,3 +210,20 @@ def trace(cell: BoundCell, training: bool = False) -> Trace:
         results=(("output", sequence),),
     )
     return Trace(program, tuple(tracer.declarations.values()), outputs)
+
+
+def _find_delayed(program: Program) -> set[str]:
+    """Finds the states whose next values depend on no state, or on such states alone: a step need
+    not compute them."""
+    found: set[str] = set()
+    free: set[Value] = set()
+    while True:
+        free |= {s.value for s in program.states if s.name in found}
+        for op in flat(program.step):
+            waits = any(v.type.rate == "step" and v not in free for v in op.values)
+            if not (op.kind in SOURCES or waits):
+                free.add(op.result)
+        more = {s.name for s in program.states if s.next in free or s.next.type.rate != "step"}
+        if more <= found:
+            return found
+        found |= more

@@ -15,6 +15,8 @@ from hoconv import recurrent as rnn
 from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent import cells
+from hoconv.recurrent.codegen.cluster.kernel import emit_cluster
+from hoconv.recurrent.codegen.cluster.layout import ClusterLayout, ClusterShape
 from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.codegen.matrix.kernel import MatrixSource, emit_matrix
 from hoconv.recurrent.codegen.scan import emit_scan
@@ -26,6 +28,7 @@ from hoconv.recurrent.runtime.clusters import H200, Clusters
 from hoconv.recurrent.runtime.cpp import compile_loops
 from hoconv.recurrent.schedule import plan
 from hoconv.tools.testing.cells import CellCase
+from tests.hoconv.recurrent.cluster_shim import shim_clusters
 from tests.hoconv.recurrent.matrix_shim import shim_matrices
 from tests.hoconv.recurrent.scan_shim import shim_scans
 from tests.hoconv.recurrent.shim import shim_loops
@@ -163,15 +166,34 @@ def test_matrix_states_stay_in_registers() -> None:
     check_loops(cases, "auto", shim_matrices)
 
 
-def test_clusters_are_refused() -> None:
-    @rnn.cell(state=("h",), constants={"offset": "hidden_size"})
-    def driven(x: Any, offset: Any, h: Any) -> Any:
-        h = rnn.tanh(rnn.linear("h", x, h) + offset)
-        return h, dict(h=h)
+@rnn.cell(state=("h",), constants={"offset": "hidden_size", "gain": 1, "wide": (2, "hidden_size")})
+def driven(x: Any, offset: Any, gain: Any, wide: Any, h: Any) -> Any:
+    """A step reads rows of constants, a number, a part, and a product of them and the state."""
+    first = rnn.reshape(wide, 2 * h.shape[-1])[:, : h.shape[-1]]
+    mixed = rnn.linear("mixed", rnn.cat(h, offset), bias=False)
+    h = rnn.tanh(rnn.linear("h", x, h) * gain + offset * mixed + first)
+    return h, dict(h=h)
 
-    made = plan(driven.bind(3, 4, {}), torch.float32)
-    found = Clusters(made.forward, always=True).choose(4, H200)
-    assert found == "a step reads constants of a sequence"
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_clusters_are_exact(blocks: int) -> None:
+    cases = [
+        CellCase(driven.bind(3, 20, {}), **options)
+        for options in ({}, EVERYTHING, {"masked": True, "recompute": "all"})
+    ]
+    check_loops(
+        cases, "persistent", functools.partial(shim_clusters, shape=ClusterShape(blocks, 3, 2))
+    )
+
+
+@needs_nvrtc
+def test_clusters_compile() -> None:
+    made = plan(driven.bind(3, 64, {}), torch.bfloat16)
+    for program in (made.forward, made.backward):
+        layout = Clusters(program, always=True).choose(4, H200)
+        assert isinstance(layout, ClusterLayout)
+        assert compile_cuda("recurrent", emit_cluster(layout).text, "sm_90a").stat().st_size
 
 
 @needs_nvrtc

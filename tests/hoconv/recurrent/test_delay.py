@@ -18,6 +18,7 @@ from hoconv.recurrent.codegen.cuda import emit_cuda
 from hoconv.recurrent.codegen.matrix.kernel import MatrixSource, emit_matrix
 from hoconv.recurrent.ir.kinds import DELAY, PRODUCTS
 from hoconv.recurrent.ir.program import Program, flat
+from hoconv.recurrent.ir.verify import verify
 from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.runtime.cpp import compile_loops
 from hoconv.recurrent.schedule import plan
@@ -130,6 +131,16 @@ def test_what_reads_such_a_state_is_before_the_loop() -> None:
     assert not found["taps"].forward.states
     # Below its rung, the loop has the products of such a state.
     assert kinds(plan(CELLS["shifted"], torch.float32, "fused").forward) == ([], ["linear"] * 2)
+
+
+def test_the_bias_of_a_map_of_such_a_state_is_in_its_product() -> None:
+    for name, maps in (("shifted", 1), ("taps", 3)):
+        made = plan(CELLS[name], torch.float32, masked=True)
+        assert verify(made.forward)
+        products = [op for op in flat(made.forward.before) if op.kind == "linear"]
+        assert [len(op.inputs) for op in products] == [3] * maps
+        # It is no vector that a step uses, whose gradient is summed step by step.
+        assert not [s for s in made.backward.states if s.total is not None]
 
 
 def test_states_that_need_the_loop_stay_in_it() -> None:

@@ -258,13 +258,10 @@ def test_mistakes_are_answered() -> None:
         rnn.RNN(rnn.gru, 3, 4, output="h")
     with pytest.raises(rnn.CellError, match=r"expected the arguments \(x, m, h\), the inputs, the"):
         rnn.cell(inputs={"m": 1}, state=("h",))(lambda x, h, m: None)
-    names: Any = ("m",)
-    with pytest.raises(rnn.CellError, match="cell: inputs: expected names and sizes, as in"):
-        rnn.cell(inputs=names, state=("h",))
-    with pytest.raises(rnn.CellError, match="cell: constants: expected names and sizes, as in"):
+    with pytest.raises(rnn.CellError, match="constants: expected names and sizes, as in"):
         rnn.cell(constants=("m",), state=("h",))(lambda x, m, h: (h, dict(h=h)))  # pyright: ignore
-    with pytest.raises(rnn.CellError, match="cell: 'm' is the name of an input and of a constant"):
-        rnn.cell(inputs={"m": 1}, constants={"m": 1}, state=("h",))
+    with pytest.raises(rnn.CellError, match="'m' is the name of an input and of a constant"):
+        rnn.cell(inputs={"m": 1}, constants={"m": 1}, state=("h",))(lambda x, m, h: None)
     with pytest.raises(ValueError, match=r"gap: expected a tensor of shape .*, got float"):
         layer.step(x[0], pair=pair[0], gap=1.0)  # pyright: ignore
     attentive = make_attention("reference")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import random
@@ -153,7 +154,11 @@ def test_functions_outside_of_the_language_are_refused_with_the_language() -> No
     refused(of_torch, "torch.sin(h)", r"torch's sin is outside .*; write rnn.sin\(...\)")
     refused(of_a_method, "h.sigmoid()", r"has no 'sigmoid'; write rnn.sigmoid\(...\)")
     refused(elsewhere, "digamma(h)", "is outside of the language; the language has the functions")
-    refused(nowhere, "rnn.sinh(h)", "has no function 'sinh'; docs/use/recurrent.md lists")
+    refused(
+        nowhere,
+        "rnn.sinh(h)",
+        r"has no function 'sinh'; did you mean sin\? docs/use/recurrent.md lists",
+    )
     refused(of_math, "math.sin(h)", "is no Python number; the language has")
     refused(of_numpy, "np.sin(h)", "TypeError")
     refused(of_a_tensor, "torch.ones(4)", "mul: expected values of the step or numbers, got Tensor")
@@ -342,7 +347,43 @@ OTHERS = {
     "1.0 in h": "the language has no in",
     "h ** 1.5": r"\*\*: expected a whole exponent, but not 0, or 0.5 or -0.5; got 1.5",
     "h ** float('inf')": r"\*\*: expected a whole exponent",
-    "rnn.softmax(h, dim=-1)": "unexpected keyword argument 'dim'; the language calls it axis=",
+    "rnn.softmax(h, dim=-1)": r"argument 'dim'; it is rnn.softmax\(x, axis=-1\)",
+    "rnn.softmax(h, axis=0)": "softmax: axis: expected 1 to 1",
+    "h * rnn.mean(2.0)": "mean: expected a value of the step, got 2.0",
+    "h * rnn.sum(h, keepdim=True)": r"it is rnn.sum\(x, axis=-1\), and an axis .* of size 1",
+    "rnn.linear('a', x, out=4)": r"it is rnn.linear\(name, \*operands, size=None, bias=True\)",
+    "rnn.clamp(h, min=0.0)": r"it is rnn.clamp\(x, low, high\)",
+    "rnn.where(h > 0, h)": r"where\(\) missing .*'b'; it is rnn.where\(condition, a, b\)",
+    "rnn.tanh(h, x)": r"tanh\(\) too many positional arguments; it is rnn.tanh\(x\)",
+    "rnn.layer_norm(h)": r"it is rnn.layer_norm\(name, x, eps=1e-05\)",
+    "rnn.layer_norm(h, 'norm')": "layer_norm: expected a name as its first argument",
+    "rnn.rms_norm(h, 'norm')": "rms_norm: expected a name as its first argument",
+    "rnn.group_norm(h, 'norm', 2)": "group_norm: expected a name as its first argument",
+    "rnn.group_norm('g', h, 2.0)": "group_norm.'g'.: expected a row, and a divisor",
+    "rnn.tahn(h)": r"no function 'tahn'; did you mean tanh\?",
+    "rnn.functional(h)": "no function 'functional'; docs/use/recurrent.md lists all",
+    "tanh(h)": "name 'tanh' is not defined; write rnn.tanh",
+    "h.size(1)": r"no 'size'; write value.shape\[1:\]",
+    "h.to(x)": "no 'to'; write nothing: the layer says in which dtype",
+    "h.sqrt_()": r"no 'sqrt_'; write rnn.sqrt\(...\)",
+    "h.mul(h)": r"no 'mul'; write a \* b",
+    "h * h.item()": r"no 'item'; write rnn.where\(condition, a, b\)",
+    "torch.zeros_like(h)": "zeros_like is outside of the language; write 0.0",
+    "torch.ones(4) * h": r"mul: .* got Tensor; .*, and a value of a tensor by rnn.parameter\(",
+    "h + numpy.ones(4)": r"add: .* got ndarray; .*, and a value of a tensor by rnn.parameter\(",
+    "numpy.tanh(h)": "does not support ufuncs .*; NumPy's functions are outside of the language",
+    "h * rnn.Linear('a')": r"got Linear; a map is called with values, as in W\(h\)",
+    "h * 'h'": "mul: expected values of the step or numbers, got str$",
+    "rnn.einsum('bh,bh->bh', h, h)": "has 2 axes, .* has 1 beside the batch, which is not written",
+    "rnn.einsum('h,kh->k', h, torch.eye(4))": "expected values of the step, got Tensor; what is",
+    "rnn.einsum('h,h,h->h', h, h, h)": "got 3; multiply more of them two by two",
+    "h[:, ::2]": r"got ::2; rnn.reshape\(value, m, n\)\[..., 0\] has every n-th feature",
+    "h[:, : 4 / 2]": "got :2.0; a // b is a whole number",
+    "f'{h:.3f}'": "a value has no numbers when a cell is traced; print",
+    "round(h)": r"the language has no round; write rnn.floor\(value \+ 0.5\)",
+    "h << 2": r"the language has no << and >>; write value \* 2.0\*\*n",
+    "divmod(h, 2)": "the language has no divmod",
+    "rnn.RNN(rnn.gru, 4, 4)(h)": "a layer runs all steps, and a cell one; write a cell within the",
     "rnn.pad(h, -1)": "pad: before: expected an int of at least 0, got -1",
     "rnn.pad(h, 1.0)": "pad: before: expected an int of at least 0, got 1.0",
     "rnn.reshape(h, 4.0)": "reshape: size: expected an int of at least 1, got 4.0",
@@ -364,14 +405,91 @@ OTHERS = {
 
 @pytest.mark.parametrize("expression", OTHERS)
 def test_what_the_language_has_not_is_answered(expression: str) -> None:
-    scope: dict[str, Any] = {"rnn": rnn}
+    scope: dict[str, Any] = {"rnn": rnn, "torch": torch, "numpy": np}
     exec(compile(f"def cell(x, h):\n    h = {expression}\n", "cell.py", "exec"), scope)
     with pytest.raises(rnn.CellError, match=OTHERS[expression]) as error:
         rnn.RNN(rnn.cell(state=("h",))(scope["cell"]), 3, 4)
     assert "cell.py:2: in the cell cell" in str(error.value)
 
 
-def test_an_item_is_not_assigned() -> None:
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("h", r"must return \(output, dict\(h=\.\.\.\)\), got a value"),
+        ("h, (h,)", r"got tuple \(a value, tuple \(a value\)\)"),
+        ("h, dict(h=h), h", r"got tuple \(a value, dict, a value\)"),
+        (
+            "[h, h], dict(h=h)",
+            r"got list \(a value, a value\); several outputs have names: return d",
+        ),
+        ("(h, {}), dict(h=h)", r"got tuple .*; a cell within returns two, output, following = "),
+        ("{1: h}, dict(h=h)", r"expected names of outputs and states, as in dict\(h=h\), got 1"),
+        (
+            "None, dict(h=h)",
+            "output: expected a value of the step, .* got NoneType; a row of zeros",
+        ),
+    ],
+)
+def test_results_that_are_none_are_described(result: str, message: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(compile(f"def cell(x, h):\n    return {result}\n", "cell.py", "exec"), scope)
+    with pytest.raises(rnn.CellError, match=message) as error:
+        rnn.RNN(rnn.cell(state=("h",))(scope["cell"]), 3, 4)
+    assert "cell.py:2: in the cell cell" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"state": "h"}, "state: expected a tuple of names, or a dict of names and sizes, got 'h'"),
+        ({"state": ()}, r"state: expected a tuple of names, .*, got \(\)"),
+        ({"state": {"h", "c"}}, "state: expected a tuple of names"),
+        ({"state": 5}, "state: expected a tuple of names, .*, got 5"),
+        ({"state": ("h", 5)}, r"expected names of arguments, as in state=\('h',\), got 5"),
+        ({"state": ("h", "h")}, "state: a name is there twice"),
+        ({"state": {"h": 0}}, "state 'h': its size 0 is none; expected an int of at least 1"),
+        ({"state": {"h": -1}}, "state 'h': its size -1 is none; expected an int of at least 1"),
+        ({"state": {"h": 1.5}}, "state 'h': its size 1.5 is none; expected an int of at least 1"),
+        ({"state": {"h": [2, 3]}}, r"its size \[2, 3\] is none; .*; several are a tuple"),
+        ({"state": {"h": "2 *"}}, "its size '2 .' is no option of the cell; .* a product of them"),
+        ({"state": ("h",), "inputs": {"m": None}}, "input 'm': its size None is none"),
+        ({"state": ("h",), "inputs": ("m",)}, r"inputs: expected names and sizes, .* got \('m',\)"),
+        ({"state": ("h",), "inputs": {"h": 1}}, "'h' is the name of an input and of a state"),
+    ],
+)
+def test_wrong_arguments_of_the_decorator_are_told_at_the_cell(
+    arguments: dict[str, Any], message: str
+) -> None:
+    def cell(x, h):
+        return h, dict(h=h)
+
+    if arguments.get("inputs", {}) and "m" in arguments["inputs"]:
+        scope: dict[str, Any] = {}
+        exec(compile("def cell(x, m, h): ...", __file__, "exec"), scope)
+        cell = scope["cell"]
+    with pytest.raises(rnn.CellError, match=message) as error:
+        rnn.cell(**arguments)(cell)
+    assert str(error.value).startswith(
+        f"{__file__}:{cell.__code__.co_firstlineno}: in the cell cel"
+    )
+
+
+def test_what_is_no_function_is_no_cell() -> None:
+    class Callable:
+        def __call__(self, x, h): ...
+
+    for other in (Callable(), functools.partial(Callable()), max):
+        with pytest.raises(rnn.CellError, match="cell: expected a function, got "):
+            rnn.cell(state=("h",))(other)
+
+
+def test_an_item_is_not_assigned_or_deleted() -> None:
+    def deleted(x, h):
+        del h[:, 0]
+        return h, dict(h=h)
+
+    refused(deleted, "del h[:, 0]", r"the language has no del value\[...\]; write rnn.cat")
+
     def assigned(x, h):
         h[:, 0] = 1.0
         return h, dict(h=h)
@@ -601,8 +719,6 @@ def test_flags_and_names_of_a_layer_are_checked() -> None:
         arguments: Any = {name: "no"}
         with pytest.raises(TypeError, match=f"{name}: expected True or False, got 'no'"):
             rnn.RNN(rnn.gru, 3, 4, **arguments)
-    with pytest.raises(rnn.CellError, match="state: a name is there twice"):
-        rnn.cell(state=("h", "h"))
     lengths: Any = 2
     with pytest.raises(TypeError, match="lengths: expected 2 ints, as many as sequences, got 2"):
         rnn.RNN(rnn.gru, 3, 4)(torch.zeros(3, 2, 3), lengths=lengths)
@@ -615,7 +731,26 @@ def test_flags_and_names_of_a_layer_are_checked() -> None:
 
     with pytest.raises(TypeError) as error:
         rnn.RNN(begun, 4, 4)
-    assert "the init of p_l0: it is given a tensor to fill" in error.value.__notes__
+    said = "the init of p_l0: it is given a tensor of shape (4,) to fill"
+    assert said in error.value.__notes__
+
+
+def test_an_init_that_returns_another_tensor_leaves_no_garbage() -> None:
+    def begun(init: Any) -> rnn.RNN:
+        def cell(x: Any, h: Any) -> Any:
+            h = h * rnn.parameter("p", init=init)
+            return h, dict(h=h + x)
+
+        return rnn.RNN(rnn.cell(state=("h",))(cell), 4, 4)
+
+    with pytest.raises(ValueError, match="the init of p_l0: it returns a tensor of its own"):
+        begun(torch.ones_like)
+    for init in (
+        nn.init.ones_,
+        lambda t: t.fill_(1.0)[1:],
+        lambda t: None if t.fill_(1.0) is t else 0,
+    ):
+        assert begun(init).state_dict()["p_l0"].tolist() == [1.0] * 4
 
 
 SHARED = rnn.Linear("shared")

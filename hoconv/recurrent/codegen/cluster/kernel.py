@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from hoconv.recurrent.codegen.cluster.exchanges import Exchanges
 from hoconv.recurrent.codegen.cluster.layout import ClusterLayout
-from hoconv.recurrent.codegen.cluster.threads import Threads, feature
+from hoconv.recurrent.codegen.cluster.threads import LOADED_ONCE, Threads, feature
 from hoconv.recurrent.codegen.expressions import TYPES, expression
 from hoconv.recurrent.codegen.storage import Location, Storage, assign_storage
 from hoconv.recurrent.ir.program import Group, Value, flat
@@ -167,7 +167,7 @@ class _Writer:
                 source is value and value in self.shared.made
             ):
                 continue
-            if source.type.rate == "once":
+            if source.type.rate in LOADED_ONCE:
                 register = self.threads.register(value, n)
                 self.threads.once[n].setdefault(register, self.threads.load(value, "t", register))
             elif phase:

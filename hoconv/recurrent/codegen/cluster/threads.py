@@ -13,6 +13,9 @@ from hoconv.recurrent.codegen.expressions import TYPES
 from hoconv.recurrent.codegen.storage import Storage
 from hoconv.recurrent.ir.program import Value
 
+# The rates of values that are loaded before the first step: those of parameters and constants.
+LOADED_ONCE = ("once", "constant")
+
 
 class Threads:
     """The registers of a kernel's threads.
@@ -37,7 +40,7 @@ class Threads:
     def register(self, value: Value, n: int) -> str:
         """The register of a value in the loop over vectors of n."""
         name = f"{self.name(value)}_{n}"
-        if value.type.rate == "once":
+        if value.type.rate in LOADED_ONCE:
             self.once[n].setdefault(name, self.load(value, "t", f"{name}[p]"))
         return self.declare(TYPES[self.layout.register_dtype(value)], name, n)
 
@@ -62,7 +65,8 @@ class Threads:
     def load(self, value: Value, step: str, to: str) -> str:
         """A statement that reads a value of a step from the memory of the call."""
         source, start = self.shared.loads.get(value, (value, 0))
-        rows = "" if source.type.rate == "once" else f"({step} * B + row) * {source.type.size} + "
+        at = {"once": "", "constant": f"row * {source.type.size} + "}
+        rows = at.get(source.type.rate, f"({step} * B + row) * {source.type.size} + ")
         buffer = self.storage.homes[source].buffer
         return f"{to} = c.{buffer.name}[{rows}{feature(value)} + {start}];"
 

@@ -143,8 +143,6 @@ def refuse(program: Program) -> str | None:
         return "a step multiplies by the same weights more than once"
     if any(op.kind in BY_AXES for op in flat(program.step)):
         return "a step has values of several axes"
-    if any(v.type.rate == "constant" for v in program.read):
-        return "a step reads constants of a sequence"
     return None
 
 
