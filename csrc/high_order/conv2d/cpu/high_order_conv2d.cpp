@@ -139,10 +139,15 @@ struct Worker {
                int64_t first, int64_t count) {
     const int64_t W = p.across.out;
     const bool in_place = std::is_same_v<T, A> && ws.w == 1 && W >= V::size;
-    if (!in_place)
-      for (int64_t tap = 0; tap < p.taps(); ++tap)
-        for (int64_t r = 0; r < count; ++r)
-          load_row<T>(weight_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, W);
+    for (int64_t r = 0; r < count && !in_place; ++r) {
+      const T* row = weight + (first + r) * ws.h;
+      if (ws.tap == 1) {
+        load_columns<T>(weight_row(0, r), rows * width, row, ws.w, p.taps(), W);
+      } else {
+        for (int64_t tap = 0; tap < p.taps(); ++tap)
+          load_row<T>(weight_row(tap, r), row + tap * ws.tap, ws.w, W);
+      }
+    }
     for (int64_t r = 0; r < count; ++r) {
       const T* row = weight + (first + r) * ws.h;
       const A* tap_weight = in_place ? reinterpret_cast<const A*>(row) : weight_row(0, r);
