@@ -125,8 +125,9 @@ struct LastWorker {
     grad.take(image, s, rows.begin, rows.end);
   }
 
-  void forward(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
-               int64_t first, int64_t count) {
+  void forward(const T* image, const ImageStrides& xs, const T* weight, const WeightStrides& ws,
+               T* out, const ImageStrides& os, int64_t first, int64_t count) {
+    load_x(image, xs, first, count);
     apply<false>(x, weight, ws, out, os, p.across.out, first, count);
   }
   void grad_input(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
