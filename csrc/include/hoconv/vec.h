@@ -99,6 +99,7 @@ inline void stream_fence() {
 template <typename T>
 void load_row(acc_t<T>* dst, const T* src, int64_t stride, int64_t n) {
   if (stride != 1) {
+#pragma GCC unroll 8  // a round of the loop is longer than the copy
     for (int64_t i = 0; i < n; ++i) dst[i] = static_cast<acc_t<T>>(src[i * stride]);
     return;
   }
@@ -156,6 +157,7 @@ void load_columns(acc_t<T>* dst, int64_t pitch, const T* src, int64_t stride, in
 template <typename T>
 void store_row(T* dst, int64_t stride, const acc_t<T>* src, int64_t n) {
   if (stride != 1) {
+#pragma GCC unroll 8
     for (int64_t i = 0; i < n; ++i) dst[i * stride] = static_cast<T>(src[i]);
     return;
   }

@@ -219,21 +219,24 @@ struct Worker {
     A* target = direct ? reinterpret_cast<A*>(row) : buffer.data;
     const int64_t pitch = direct ? os.c : round_up(W, V::size);
     const int64_t taps_down = p.down.taps, taps_across = p.across.taps;
-    const int64_t next_plane = ws.tap, next_column = ws.w;
+    // Where the taps of a pixel are neighbours, each fetches a cache line of those of 16 pixels.
+    constexpr int64_t line = 64 / sizeof(T);
+    const int64_t next_plane = ws.tap == 1 ? line : ws.tap, next_column = ws.w;
     // Two registers at once: independent sums hide the latency of an addition.
     for_each_register<V, 2>(W, [=](int64_t w, auto U) {
       typename V::type acc[N][U] = {};
       const A* tap_weight = tap_row + w;
       const T* fetched = next + w * next_column;
       for (int64_t i = 0; i < taps_down; ++i) {
-        const A* line = pixels.first + pixels.lines[i] + w;
+        const A* pixel_row = pixels.first + pixels.lines[i] + w;
         for (int64_t j = 0; j < taps_across; ++j, tap_weight += next_tap, fetched += next_plane) {
           __builtin_prefetch(fetched, 0, 2);
           const int64_t offset = pixels.offsets[j];
           for (int64_t u = 0; u < U; ++u) {
             const auto weight = V::load(tap_weight + (Mirrored ? offset : 0) + u * V::size);
             for (int64_t m = 0; m < N; ++m)
-              acc[m][u] += weight * V::load(line + m * pixels.next_channel + offset + u * V::size);
+              acc[m][u] +=
+                  weight * V::load(pixel_row + m * pixels.next_channel + offset + u * V::size);
           }
         }
       }
