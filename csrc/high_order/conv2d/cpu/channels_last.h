@@ -1,7 +1,8 @@
 // The loops of the high-order convolution on the CPU where channels are last: registers hold
 // neighbouring channels of a pixel, so that nothing is transposed and a weight is read once for all
 // channels of its group. The groups are the inner loop: where the weights' groups are neighbours,
-// too, a cache line of them is read once.
+// too, a cache line of them is read once. In the forward, groups of one channel are one group here,
+// with a weight for each channel.
 //
 // In float32 and float64 the images are read in place. In half precision the rows of a strip are
 // first widened. A tap outside the image reads zeros.
@@ -126,9 +127,12 @@ struct LastWorker {
   }
 
   void forward(const T* image, const ImageStrides& xs, const T* weight, const WeightStrides& ws,
-               T* out, const ImageStrides& os, int64_t first, int64_t count) {
+               T* out, const ImageStrides& os, int64_t first, int64_t count, bool each) {
     load_x(image, xs, first, count);
-    apply<false>(x, weight, ws, out, os, p.across.out, first, count);
+    if (each)
+      apply<false, true>(x, weight, ws, out, os, p.across.out, first, count);
+    else
+      apply<false>(x, weight, ws, out, os, p.across.out, first, count);
   }
   void grad_input(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
                   int64_t first, int64_t count) {
@@ -136,8 +140,9 @@ struct LastWorker {
   }
 
   // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, y, z]. In the adjoint the sum is over
-  // the output pixels that read h, w, and over their taps that do.
-  template <bool Adjoint>
+  // the output pixels that read h, w, and over their taps that do. Each: there is a weight for each
+  // channel, beside that of the next.
+  template <bool Adjoint, bool Each = false>
   void apply(const ChannelRows<T>& image, const T* weight, const WeightStrides& ws, T* out,
              const ImageStrides& os, int64_t W, int64_t first, int64_t count) {
     const int64_t registers = p.group_channels() / V::size;
@@ -154,11 +159,12 @@ struct LastWorker {
             constexpr int64_t several = kRegisters / N;
             const int64_t c = g * p.group_channels() + block * V::size;
             const int64_t at = c + ahead * next_pixel;
+            const T* first_factor = factors + (Each ? c : 0);
             T* target = out + c * os.c + h * os.h + w * os.w;
             if (run == several)
-              add_taps<N, several>(at, next_pixel, factors, ws.w, target, os);
+              add_taps<N, several, Each>(at, next_pixel, first_factor, ws.w, target, os);
             else
-              add_taps<N, 1>(at, next_pixel, factors, ws.w, target, os);
+              add_taps<N, 1, Each>(at, next_pixel, first_factor, ws.w, target, os);
           });
         }
       }
@@ -167,7 +173,7 @@ struct LastWorker {
 
   // Computes N registers of each of P neighbouring pixels. `at` is where they begin, from those of
   // the taps on.
-  template <int64_t N, int64_t P>
+  template <int64_t N, int64_t P, bool Each>
   void add_taps(int64_t at, int64_t next_pixel, const T* weight, int64_t next_weight, T* out,
                 const ImageStrides& os) const {
     typename V::type acc[P][N] = {};
@@ -175,15 +181,26 @@ struct LastWorker {
       const T* factors = weight + places[tap];
       const A* pixel = pixels[tap] + at;
       for (int64_t q = 0; q < P; ++q) {
-        const A factor = static_cast<A>(factors[q * next_weight]);
         for (int64_t m = 0; m < N; ++m)
-          acc[q][m] += factor * V::load(pixel + q * next_pixel + m * V::size);
+          acc[q][m] += load_factor<Each>(factors + q * next_weight + (Each ? m * V::size : 0)) *
+                       V::load(pixel + q * next_pixel + m * V::size);
       }
     }
     for (int64_t q = 0; q < P; ++q) {
       A sums[N * V::size];
       for (int64_t m = 0; m < N; ++m) V::store(sums + m * V::size, acc[q][m]);
       store_row<T>(out + q * os.w, os.c, sums, N * V::size);
+    }
+  }
+
+  template <bool Each>
+  static auto load_factor(const T* weight) {
+    if constexpr (!Each) {
+      return static_cast<A>(*weight);
+    } else {
+      A lanes[V::size];
+      load_row<T>(lanes, weight, 1, V::size);
+      return V::load(lanes);
     }
   }
 

@@ -143,7 +143,7 @@ struct Worker {
 
   // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, y, z]
   void forward(const T* image, const ImageStrides& xs, const T* weight, const WeightStrides& ws,
-               T* out, const ImageStrides& os, int64_t first, int64_t count) {
+               T* out, const ImageStrides& os, int64_t first, int64_t count, bool /*each*/) {
     const int64_t W = p.across.out;
     const bool in_place = std::is_same_v<T, A> && ws.w == 1 && W >= V::size;
     for (int64_t r = 0; r < count && !in_place; ++r) {
@@ -392,10 +392,15 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
   const auto ws = weight_strides(weight);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    for_each_strip<T>(p, p.down.out, &x, nullptr,
+    // Groups of one channel, whose weights are neighbours, are channels of one group with a weight
+    // for each.
+    Problem one_group = p;
+    one_group.G = 1;
+    const bool each = p.G == p.C && ws.g == 1 && has_channels_last<T>(one_group, {&x});
+    for_each_strip<T>(each ? one_group : p, p.down.out, &x, nullptr,
                       [&](auto& worker, auto b, auto g, auto first, auto count) {
                         worker.forward(group<T>(x, p, b, g), xs, weights<T>(weight, b, g), ws,
-                                       group<T>(out, p, b, g), os, first, count);
+                                       group<T>(out, p, b, g), os, first, count, each);
                       });
   });
   return out;
