@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX__)
 #include <immintrin.h>
@@ -62,6 +63,30 @@ struct Vec {
     store(p, v);
 #endif
   }
+
+  // Transposes a square of lanes: each round lets the lanes of its upper and lower half alternate.
+  static void transpose(type (&rows)[size]) {
+    constexpr std::make_integer_sequence<lane_bits, size> lanes{};
+    for (int64_t round = 1; round < size; round *= 2) {
+      type next[size];
+      for (int64_t i = 0; i < size / 2; ++i) {
+        next[2 * i] = interleave<0>(rows[i], rows[i + size / 2], lanes);
+        next[2 * i + 1] = interleave<size / 2>(rows[i], rows[i + size / 2], lanes);
+      }
+      for (int64_t i = 0; i < size; ++i) rows[i] = next[i];
+    }
+  }
+
+ private:
+  // Lanes of a and of b by turns, from lane First on.
+  template <lane_bits First, lane_bits... I>
+  static type interleave(type a, type b, std::integer_sequence<lane_bits, I...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, (First + I / 2 + I % 2 * lane_bits{size})...);
+#else
+    return __builtin_shuffle(a, b, bits{(First + I / 2 + I % 2 * lane_bits{size})...});
+#endif
+  }
 };
 
 inline void stream_fence() {
@@ -74,6 +99,7 @@ inline void stream_fence() {
 template <typename T>
 void load_row(acc_t<T>* dst, const T* src, int64_t stride, int64_t n) {
   if (stride != 1) {
+#pragma GCC unroll 8  // a round of the loop is longer than the copy
     for (int64_t i = 0; i < n; ++i) dst[i] = static_cast<acc_t<T>>(src[i * stride]);
     return;
   }
@@ -100,10 +126,38 @@ void load_row(acc_t<T>* dst, const T* src, int64_t stride, int64_t n) {
   for (; i < n; ++i) dst[i] = static_cast<acc_t<T>>(src[i]);
 }
 
+// dst[j * pitch + i] = src[i * stride + j] for j < columns, i < n
+template <typename T>
+void load_columns(acc_t<T>* dst, int64_t pitch, const T* src, int64_t stride, int64_t columns,
+                  int64_t n) {
+  using A = acc_t<T>;
+  using V = Vec<A>;
+  const int64_t whole = columns - columns % V::size;
+  int64_t i = 0;
+  for (; i + V::size <= n; i += V::size) {
+    const T* rows = src + i * stride;
+    for (int64_t j = 0; j < whole; j += V::size) {
+      typename V::type square[V::size];
+      for (int64_t m = 0; m < V::size; ++m) {
+        A row[V::size];
+        load_row<T>(row, rows + m * stride + j, 1, V::size);
+        square[m] = V::load(row);
+      }
+      V::transpose(square);
+      for (int64_t m = 0; m < V::size; ++m) V::store(dst + (j + m) * pitch + i, square[m]);
+    }
+    for (int64_t j = whole; j < columns; ++j)
+      load_row<T>(dst + j * pitch + i, rows + j, stride, V::size);
+  }
+  for (int64_t j = 0; j < columns; ++j)
+    load_row<T>(dst + j * pitch + i, src + i * stride + j, stride, n - i);
+}
+
 // dst[i * stride] = src[i], rounded to nearest even
 template <typename T>
 void store_row(T* dst, int64_t stride, const acc_t<T>* src, int64_t n) {
   if (stride != 1) {
+#pragma GCC unroll 8
     for (int64_t i = 0; i < n; ++i) dst[i * stride] = static_cast<T>(src[i]);
     return;
   }

@@ -1,7 +1,8 @@
 // The loops of the high-order convolution on the CPU where channels are last: registers hold
 // neighbouring channels of a pixel, so that nothing is transposed and a weight is read once for all
 // channels of its group. The groups are the inner loop: where the weights' groups are neighbours,
-// too, a cache line of them is read once.
+// too, a cache line of them is read once. In the forward, groups of one channel are one group here,
+// with a weight for each channel.
 //
 // In float32 and float64 the images are read in place. In half precision the rows of a strip are
 // first widened. A tap outside the image reads zeros.
@@ -39,8 +40,7 @@ class ChannelRows {
   using A = acc_t<T>;
 
  public:
-  ChannelRows(int64_t width, int64_t channels)
-      : width_(width), channels_(channels), zeros_(channels) {}
+  ChannelRows(int64_t width, int64_t channels) : width_(width), channels_(channels) {}
 
   // Takes the rows from `begin` up to `end`.
   void take(const T* image, const ImageStrides& s, int64_t begin, int64_t end) {
@@ -55,12 +55,11 @@ class ChannelRows {
                       channels_);
       data_ = wide_.data() - begin * row_;
     }
+    zeros_.resize((width_ - 1) * column_ + channels_);
   }
 
-  int64_t column() const { return column_; }    // elements from one pixel of a row to the next
-  const A* pixel(int64_t h, int64_t w) const {  // zeros where one of them is -1
-    return h >= 0 && w >= 0 ? data_ + h * row_ + w * column_ : zeros_.data();
-  }
+  int64_t column() const { return column_; }  // elements from one pixel of a row to the next
+  const A* row(int64_t h) const { return h < 0 ? zeros_.data() : data_ + h * row_; }  // -1: zeros
 
  private:
   int64_t width_, channels_;
@@ -74,16 +73,17 @@ template <typename T>
 struct LastWorker {
   using A = acc_t<T>;
   using V = Vec<A>;
-  static constexpr int64_t kRegisters = 8;  // of channels at once
+  static constexpr int64_t kRegisters = 8;  // of channels at once, of few those of several pixels
   static constexpr int64_t kTaps = 6;       // at once, of the gradient of the weights
 
   const Problem& p;
   const Readers &down_readers, &across_readers;
   ChannelRows<T> x, grad;
-  // Of the taps of a pixel, or of those that read it: the pixel at the other end, and where the
-  // weight of group 0 is.
+  // Of the taps of pixel `found` of a row, or of those that read it: the pixel at the other end,
+  // and where the weight of group 0 is.
   std::vector<const A*> pixels;
-  std::vector<int64_t> places;
+  std::vector<int64_t> places, columns;
+  int64_t found = 0, taps = 0;
 
   LastWorker(const Problem& p, const Readers& down_readers, const Readers& across_readers)
       : p(p),
@@ -93,6 +93,7 @@ struct LastWorker {
         grad(p.across.out, p.C) {
     const int64_t readers = down_readers.most() * across_readers.most();
     pixels.resize(std::max(p.taps(), readers)), places.resize(pixels.size());
+    columns.resize(p.across.taps);
   }
 
   // The first and the last row + 1 that are among `rows`, of those that exist.
@@ -125,9 +126,13 @@ struct LastWorker {
     grad.take(image, s, rows.begin, rows.end);
   }
 
-  void forward(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
-               int64_t first, int64_t count) {
-    apply<false>(x, weight, ws, out, os, p.across.out, first, count);
+  void forward(const T* image, const ImageStrides& xs, const T* weight, const WeightStrides& ws,
+               T* out, const ImageStrides& os, int64_t first, int64_t count, bool each) {
+    load_x(image, xs, first, count);
+    if (each)
+      apply<false, true>(x, weight, ws, out, os, p.across.out, first, count);
+    else
+      apply<false>(x, weight, ws, out, os, p.across.out, first, count);
   }
   void grad_input(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
                   int64_t first, int64_t count) {
@@ -135,90 +140,131 @@ struct LastWorker {
   }
 
   // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, y, z]. In the adjoint the sum is over
-  // the output pixels that read h, w, and over their taps that do.
-  template <bool Adjoint>
+  // the output pixels that read h, w, and over their taps that do. Each: there is a weight for each
+  // channel, beside that of the next.
+  template <bool Adjoint, bool Each = false>
   void apply(const ChannelRows<T>& image, const T* weight, const WeightStrides& ws, T* out,
              const ImageStrides& os, int64_t W, int64_t first, int64_t count) {
+    const int64_t registers = p.group_channels() / V::size;
+    const int64_t most = std::max<int64_t>(1, kRegisters / registers);
+    const int64_t next_pixel = image.column() * p.across.stride;
     for (int64_t h = first; h < first + count; ++h) {
-      for (int64_t w = 0; w < W; ++w) {
-        const int64_t taps = find_taps<Adjoint>(image, ws, h, w);
-        T* target = out + h * os.h + w * os.w;
-        for (int64_t g = 0; g < p.G; ++g) {
-          for_each_block<kRegisters>(p.group_channels() / V::size, [&](int64_t block, auto N) {
+      for (int64_t w = 0, run = 0; w < W; w += run) {
+        const bool inner = is_inner<Adjoint>(w) && is_inner<Adjoint>(w + most - 1);
+        run = inner ? most : 1;
+        const int64_t ahead = find_taps<Adjoint>(image, ws, h, w);
+        const T* factors = weight + ahead * ws.w;
+        for (int64_t g = 0; g < p.G; ++g, factors += ws.g) {
+          for_each_block<kRegisters>(registers, [&](int64_t block, auto N) {
+            constexpr int64_t several = kRegisters / N;
             const int64_t c = g * p.group_channels() + block * V::size;
-            typename V::type acc[N] = {};
-            for (int64_t tap = 0; tap < taps; ++tap) {
-              const A factor = static_cast<A>(weight[places[tap] + g * ws.g]);
-              const A* pixel = pixels[tap] + c;
-              for (int64_t m = 0; m < N; ++m) acc[m] += factor * V::load(pixel + m * V::size);
-            }
-            A sums[N * V::size];
-            for (int64_t m = 0; m < N; ++m) V::store(sums + m * V::size, acc[m]);
-            store_row<T>(target + c * os.c, os.c, sums, N * V::size);
+            const int64_t at = c + ahead * next_pixel;
+            const T* first_factor = factors + (Each ? c : 0);
+            T* target = out + c * os.c + h * os.h + w * os.w;
+            if (run == several)
+              add_taps<N, several, Each>(at, next_pixel, first_factor, ws.w, target, os);
+            else
+              add_taps<N, 1, Each>(at, next_pixel, first_factor, ws.w, target, os);
           });
         }
       }
     }
   }
 
-  // Finds `pixels` and `places` of a pixel, after those of the pixel before it in the row; returns
-  // how many there are.
+  // Computes N registers of each of P neighbouring pixels. `at` is where they begin, from those of
+  // the taps on.
+  template <int64_t N, int64_t P, bool Each>
+  void add_taps(int64_t at, int64_t next_pixel, const T* weight, int64_t next_weight, T* out,
+                const ImageStrides& os) const {
+    typename V::type acc[P][N] = {};
+    for (int64_t tap = 0; tap < taps; ++tap) {
+      const T* factors = weight + places[tap];
+      const A* pixel = pixels[tap] + at;
+      for (int64_t q = 0; q < P; ++q) {
+        for (int64_t m = 0; m < N; ++m)
+          acc[q][m] += load_factor<Each>(factors + q * next_weight + (Each ? m * V::size : 0)) *
+                       V::load(pixel + q * next_pixel + m * V::size);
+      }
+    }
+    for (int64_t q = 0; q < P; ++q) {
+      A sums[N * V::size];
+      for (int64_t m = 0; m < N; ++m) V::store(sums + m * V::size, acc[q][m]);
+      store_row<T>(out + q * os.w, os.c, sums, N * V::size);
+    }
+  }
+
+  template <bool Each>
+  static auto load_factor(const T* weight) {
+    if constexpr (!Each) {
+      return static_cast<A>(*weight);
+    } else {
+      A lanes[V::size];
+      load_row<T>(lanes, weight, 1, V::size);
+      return V::load(lanes);
+    }
+  }
+
+  // Finds the taps of a pixel, or of an inner one before it in the row, from which each is as far.
+  // Returns how many pixels that is.
   template <bool Adjoint>
   int64_t find_taps(const ChannelRows<T>& image, const WeightStrides& ws, int64_t h, int64_t w) {
-    int64_t found = 0;
-    if (is_inner<Adjoint>(h, w) && w > 0 && is_inner<Adjoint>(h, w - 1)) {
-      for (; found < p.taps(); ++found) pixels[found] += image.column(), places[found] += ws.w;
-      return found;
-    }
+    if (is_inner<Adjoint>(w) && is_inner<Adjoint>(w - 1)) return w - found;
+    found = w, taps = 0;
     if constexpr (Adjoint) {
       for (const auto row : down_readers.of(h))
         for (const auto column : across_readers.of(w)) {
-          pixels[found] = image.pixel(row.pixel, column.pixel);
-          places[found++] = (row.tap * p.across.taps + column.tap) * ws.tap + row.pixel * ws.h +
-                            column.pixel * ws.w;
+          pixels[taps] = image.row(row.pixel) + column.pixel * image.column();
+          places[taps++] = (row.tap * p.across.taps + column.tap) * ws.tap + row.pixel * ws.h +
+                           column.pixel * ws.w;
         }
     } else {
+      for (int64_t j = 0; j < p.across.taps; ++j) columns[j] = p.across.source(w, j);
+      const int64_t next_column = image.column(), next_tap = ws.tap;
+      int64_t place = h * ws.h + w * ws.w, tap = 0;
       for (int64_t i = 0; i < p.down.taps; ++i) {
-        const int64_t y = p.down.source(h, i);
-        for (int64_t j = 0; j < p.across.taps; ++j) {
-          pixels[found] = image.pixel(y, p.across.source(w, j));
-          places[found++] = (i * p.across.taps + j) * ws.tap + h * ws.h + w * ws.w;
+        const A* row = image.row(p.down.source(h, i));
+        for (const int64_t z : columns) {
+          pixels[tap] = z < 0 ? image.row(-1) : row + z * next_column;
+          places[tap++] = place;
+          place += next_tap;
         }
       }
+      taps = tap;
     }
-    return found;
+    return 0;
   }
 
-  // Whether the window is plain and within the image, in the adjoint the pixels that read it.
+  // Whether the taps of a pixel are those of its neighbours in the row, as far apart: they are all
+  // within the row of the image, or all of them read the pixel. Such pixels are neighbours.
   template <bool Adjoint>
-  bool is_inner(int64_t h, int64_t w) const {
-    if (!p.is_plain()) return false;
+  bool is_inner(int64_t w) const {
+    const Axis& axis = p.across;
     if constexpr (Adjoint)
-      return down_readers.of(h).size() * across_readers.of(w).size() == p.taps();
-    const auto fits = [](const Axis& axis, int64_t at) {
-      return axis.source(at, 0) >= 0 && axis.source(at, axis.taps - 1) >= 0;
-    };
-    return fits(p.down, h) && fits(p.across, w);
+      return axis.is_plain() && w >= 0 && w < axis.in && across_readers.of(w).size() == axis.taps;
+    const int64_t first = w * axis.stride - axis.before;
+    return axis.scale == 1 && w >= 0 && w < axis.out && first >= 0 &&
+           first + axis.reach() < axis.in;
   }
 
   // grad_weight[tap, h, w] = sum over c of grad[c, h, w] * x[c, y, z]
   void grad_weight(T* out, const WeightStrides& os, int64_t first, int64_t count) {
-    const int64_t channels = p.group_channels();
+    const int64_t channels = p.group_channels(), next_pixel = x.column() * p.across.stride;
     for (int64_t h = first; h < first + count; ++h) {
       for (int64_t w = 0; w < p.across.out; ++w) {
-        const int64_t taps = find_taps<false>(x, os, h, w);
+        const int64_t ahead = find_taps<false>(x, os, h, w);
         for (int64_t g = 0; g < p.G; ++g) {
-          const A* gradient = grad.pixel(h, w) + g * channels;
+          const A* gradient = grad.row(h) + w * grad.column() + g * channels;
           for_each_block<kTaps>(taps, [&](int64_t tap, auto N) {
             typename V::type acc[N] = {};
             const A* read[N];
-            for (int64_t m = 0; m < N; ++m) read[m] = pixels[tap + m] + g * channels;
+            for (int64_t m = 0; m < N; ++m)
+              read[m] = pixels[tap + m] + ahead * next_pixel + g * channels;
             for (int64_t c = 0; c < channels; c += V::size) {
               const auto factor = V::load(gradient + c);
               for (int64_t m = 0; m < N; ++m) acc[m] += factor * V::load(read[m] + c);
             }
             for (int64_t m = 0; m < N; ++m)
-              out[places[tap + m] + g * os.g] = static_cast<T>(sum(acc[m]));
+              out[places[tap + m] + ahead * os.w + g * os.g] = static_cast<T>(sum(acc[m]));
           });
         }
       }

@@ -60,12 +60,13 @@ struct Strips {
     per_image = (height + rows - 1) / rows;
   }
 
-  // The padded weights and images of a strip fit the L2 cache.
-  static Strips that_fit(const Problem& p, int64_t height, int64_t element_size) {
+  // The padded weights of a strip, and so many channels of two images, take no more bytes.
+  static Strips that_fit(const Problem& p, int64_t height, int64_t channels, int64_t element_size,
+                         int64_t bytes) {
     const int64_t width = std::max(p.across.in, p.across.out) + TapPlaces(p.across).reach();
-    const int64_t image = width * std::max<int64_t>(p.group_channels(), 1);
+    const int64_t image = width * std::max<int64_t>(channels, 1);
     const int64_t row_bytes = (p.taps() * width + 2 * image) * element_size;
-    return Strips(p, height, p.G, kStripBytes / std::max<int64_t>(row_bytes, 1));
+    return Strips(p, height, p.G, bytes / std::max<int64_t>(row_bytes, 1));
   }
 };
 
@@ -79,7 +80,7 @@ struct Worker {
   const TapPlaces down, across;
   const Readers& down_readers;
   const int64_t rows;  // of a strip
-  TapRows<T> x;
+  TapRows<T> x;        // all channels of the group, or those that the forward computes at once
   // The output's gradient. Where windows are plain its rows are padded, so that every pixel of x
   // can be read by mirrored taps: `above` rows, and columns `left` and `right`.
   const int64_t above, left, right;
@@ -92,13 +93,14 @@ struct Worker {
   const T* gradients = nullptr;
   ImageStrides gradient_strides;
 
-  Worker(const Problem& p, const Readers& down_readers, int64_t rows, bool needs_x, bool needs_grad)
+  Worker(const Problem& p, const Readers& down_readers, int64_t rows, int64_t x_channels,
+         bool needs_grad)
       : p(p),
         down(p.down),
         across(p.across),
         down_readers(down_readers),
         rows(rows),
-        x(p.across, across, needs_x ? p.group_channels() : 0,
+        x(p.across, across, x_channels,
           (rows + p.down.scale - 1) / p.down.scale * p.down.stride + down.reach() + 1),
         above(p.is_plain() ? down.reach() - down.before : 0),
         left(p.is_plain() ? across.reach() - across.before : 0),
@@ -120,8 +122,13 @@ struct Worker {
 
   // Takes the rows of x that `count` output rows from `first` on read.
   void load_x(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
+    load_x(image, s, first, count, x.channels());
+  }
+  void load_x(const T* image, const ImageStrides& s, int64_t first, int64_t count,
+              int64_t channels) {
     const int64_t begin = first_position(first);
-    x.fill(image, s, p.down, begin, first_position(first + count - 1) + down.reach() + 1 - begin);
+    const int64_t end = first_position(first + count - 1) + down.reach() + 1;
+    x.fill(image, s, channels, p.down, begin, end - begin);
   }
   // Takes those rows of the output's gradient.
   void load_grad(const T* image, const ImageStrides& s, int64_t first, int64_t count) {
@@ -135,25 +142,32 @@ struct Worker {
   }
 
   // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, y, z]
-  void forward(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
-               int64_t first, int64_t count) {
+  void forward(const T* image, const ImageStrides& xs, const T* weight, const WeightStrides& ws,
+               T* out, const ImageStrides& os, int64_t first, int64_t count, bool /*each*/) {
     const int64_t W = p.across.out;
     const bool in_place = std::is_same_v<T, A> && ws.w == 1 && W >= V::size;
-    if (!in_place)
-      for (int64_t tap = 0; tap < p.taps(); ++tap)
-        for (int64_t r = 0; r < count; ++r)
-          load_row<T>(weight_row(tap, r), weight + tap * ws.tap + (first + r) * ws.h, ws.w, W);
-    for (int64_t r = 0; r < count; ++r) {
+    for (int64_t r = 0; r < count && !in_place; ++r) {
       const T* row = weight + (first + r) * ws.h;
-      const A* tap_weight = in_place ? reinterpret_cast<const A*>(row) : weight_row(0, r);
-      const int64_t next_tap = in_place ? ws.tap : rows * width;
-      const T* next = row + (in_place ? kRowsAhead : count) * ws.h;
-      const int64_t read = first_position(first + r) - first_position(first);
-      for_each_block<kChannelBlock>(x.channels(), [&](int64_t c, auto N) {
-        apply<N, false>({x.row(c, read), x.plane(), lines.data(), x.offsets().data()}, tap_weight,
-                        next_tap, next, ws, out + c * os.c + (first + r) * os.h, os, W);
-      });
+      if (ws.tap == 1) {
+        load_columns<T>(weight_row(0, r), rows * width, row, ws.w, p.taps(), W);
+      } else {
+        for (int64_t tap = 0; tap < p.taps(); ++tap)
+          load_row<T>(weight_row(tap, r), row + tap * ws.tap, ws.w, W);
+      }
     }
+    // The weights of a strip stay in the L2 cache, so that x is copied for a block of channels.
+    for_each_block<kChannelBlock>(p.group_channels(), [&](int64_t c, auto N) {
+      load_x(image + c * xs.c, xs, first, count, N);
+      for (int64_t r = 0; r < count; ++r) {
+        const T* row = weight + (first + r) * ws.h;
+        const A* tap_weight = in_place ? reinterpret_cast<const A*>(row) : weight_row(0, r);
+        const int64_t next_tap = in_place ? ws.tap : rows * width;
+        const T* next = row + (in_place ? kRowsAhead : count) * ws.h;
+        const int64_t read = first_position(first + r) - first_position(first);
+        apply<N, false>({x.row(0, read), x.plane(), lines.data(), x.offsets().data()}, tap_weight,
+                        next_tap, next, ws, out + c * os.c + (first + r) * os.h, os, W);
+      }
+    });
   }
 
   // grad_x[c, h, w] = sum over taps of weight[tap, h', w'] * grad[c, h', w'], for the output pixel
@@ -205,21 +219,24 @@ struct Worker {
     A* target = direct ? reinterpret_cast<A*>(row) : buffer.data;
     const int64_t pitch = direct ? os.c : round_up(W, V::size);
     const int64_t taps_down = p.down.taps, taps_across = p.across.taps;
-    const int64_t next_plane = ws.tap, next_column = ws.w;
+    // Where the taps of a pixel are neighbours, each fetches a cache line of those of 16 pixels.
+    constexpr int64_t line = 64 / sizeof(T);
+    const int64_t next_plane = ws.tap == 1 ? line : ws.tap, next_column = ws.w;
     // Two registers at once: independent sums hide the latency of an addition.
     for_each_register<V, 2>(W, [=](int64_t w, auto U) {
       typename V::type acc[N][U] = {};
       const A* tap_weight = tap_row + w;
       const T* fetched = next + w * next_column;
       for (int64_t i = 0; i < taps_down; ++i) {
-        const A* line = pixels.first + pixels.lines[i] + w;
+        const A* pixel_row = pixels.first + pixels.lines[i] + w;
         for (int64_t j = 0; j < taps_across; ++j, tap_weight += next_tap, fetched += next_plane) {
           __builtin_prefetch(fetched, 0, 2);
           const int64_t offset = pixels.offsets[j];
           for (int64_t u = 0; u < U; ++u) {
             const auto weight = V::load(tap_weight + (Mirrored ? offset : 0) + u * V::size);
             for (int64_t m = 0; m < N; ++m)
-              acc[m][u] += weight * V::load(line + m * pixels.next_channel + offset + u * V::size);
+              acc[m][u] +=
+                  weight * V::load(pixel_row + m * pixels.next_channel + offset + u * V::size);
           }
         }
       }
@@ -354,8 +371,13 @@ void for_each_strip(const Problem& p, int64_t height, const Tensor* x, const Ten
     with_workers(1, Strips(p, height, 1, kLastRows),
                  [&] { return LastWorker<T>(p, down, across); });
   } else {
-    const Strips strips = Strips::that_fit(p, height, sizeof(acc_t<T>));
-    with_workers(p.G, strips, [&] { return Worker<T>(p, down, strips.rows, x, grad); });
+    const int64_t group = p.group_channels();
+    const int64_t channels = grad ? group : std::min(group, kChannelBlock);
+    // A strip copies the rows around it, too: the forward, which has no second image, takes more.
+    const int64_t bytes = grad ? kStripBytes : 2 * kStripBytes;
+    const Strips strips = Strips::that_fit(p, height, channels, sizeof(acc_t<T>), bytes);
+    with_workers(p.G, strips,
+                 [&] { return Worker<T>(p, down, strips.rows, x ? channels : 0, grad); });
   }
 }
 
@@ -370,11 +392,16 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
   const auto ws = weight_strides(weight);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    for_each_strip<T>(
-        p, p.down.out, &x, nullptr, [&](auto& worker, auto b, auto g, auto first, auto count) {
-          worker.load_x(group<T>(x, p, b, g), xs, first, count);
-          worker.forward(weights<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
-        });
+    // Groups of one channel, whose weights are neighbours, are channels of one group with a weight
+    // for each.
+    Problem one_group = p;
+    one_group.G = 1;
+    const bool each = p.G == p.C && ws.g == 1 && has_channels_last<T>(one_group, {&x});
+    for_each_strip<T>(each ? one_group : p, p.down.out, &x, nullptr,
+                      [&](auto& worker, auto b, auto g, auto first, auto count) {
+                        worker.forward(group<T>(x, p, b, g), xs, weights<T>(weight, b, g), ws,
+                                       group<T>(out, p, b, g), os, first, count, each);
+                      });
   });
   return out;
 }

@@ -70,9 +70,11 @@ class TapRows {
   A* row(int64_t c, int64_t r) { return scratch_.data + (c * rows_ + r) * width_; }
   const A* row(int64_t c, int64_t r) const { return scratch_.data + (c * rows_ + r) * width_; }
 
-  // Copies the rows of an image that are `count` positions of `down` from `first` on.
-  void fill(const T* image, const ImageStrides& s, const Axis& down, int64_t first, int64_t count) {
-    for (int64_t c = 0; c < channels_; ++c) {
+  // Copies the rows of the first channels of an image that are `count` positions of `down` from
+  // `first` on.
+  void fill(const T* image, const ImageStrides& s, int64_t channels, const Axis& down,
+            int64_t first, int64_t count) {
+    for (int64_t c = 0; c < channels; ++c) {
       for (int64_t r = 0; r < count; ++r) {
         A* target = row(c, r);
         const int64_t h = down.pixel_at(first + r);
