@@ -281,7 +281,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=random.randrange(2**31),
                         help="of the random values; default: a new one, printed")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here too")
-    return parser.parse_args(argv)
+    return parser.parse_args(commands.mark_operators(argv))
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ from hoconv.tools.commands import (
     count,
     dtype_name,
     hardware,
+    mark_operators,
     record,
     report_broken_packages,
     write_json,
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples.add_argument("--against", type=Path, metavar="OLD.json",
                          help="compare with a record of this command with --processes, in as many; "
                               "1 is the exit code where something became slower")  # fmt: skip
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(mark_operators(argv))
     if arguments.quick and (arguments.processes or arguments.against):
         parser.error("--quick: three repeats show no noise; choose sizes by --sizes instead")
     head = record("hoconv benchmark", argv)
