@@ -219,7 +219,7 @@ def look_at_memory(
 
     def held() -> int:
         gpu = torch.cuda.memory_allocated() if row.device == "cuda" else 0
-        return gpu + private_memory([os.getpid()])
+        return gpu + private_memory(os.getpid())
 
     def call(batch: int) -> bool:
         for _ in range(batch):

@@ -179,9 +179,9 @@ class Worker:
         return replies
 
     def memory(self) -> int:
-        """Returns the bytes that the candidate holds, with all processes that it started; on a GPU,
-        also what any other process holds there."""
-        held = private_memory(descendants(self._process))
+        """Returns the bytes that the candidate's process holds; on a GPU, also what any other
+        process holds there."""
+        held = private_memory(self._process)
         if self.device == "cpu":
             return held
         free, total = torch.cuda.mem_get_info()

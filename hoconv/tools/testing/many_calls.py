@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -40,17 +40,14 @@ def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
         sys.setswitchinterval(before)
 
 
-def private_memory(processes: Iterable[int]) -> int:
-    """Returns the bytes of memory that processes hold and share with no file: those that ended
-    hold none."""
-    pages = 0
-    for process in processes:
-        try:
-            resident, shared = Path(f"/proc/{process}/statm").read_text().split()[1:3]
-        except OSError:
-            continue
-        pages += int(resident) - int(shared)
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def private_memory(process: int) -> int:
+    """Returns the bytes of memory that a process holds and shares with no file; none if it has
+    ended."""
+    try:
+        resident, shared = Path(f"/proc/{process}/statm").read_text().split()[1:3]
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def growth(

@@ -331,6 +331,12 @@ def test_a_definition_that_is_another_in_float64_is_told_what_to_do(toy: Operato
     found = failures_of(toy)
     (said,) = (line for line in found["reference"] if line.startswith("20 x 30: output: error "))
     assert said.endswith("let it decide in float64, declare bitwise=True, or a larger tolerance")
+    there = re.search(
+        r"at \[\d+, \d+\]: [01], not ([01]), where argument 0 is (\S+) and argument 1 is (\S+); ",
+        said,
+    )
+    assert there
+    assert round(1e6 * float(there[2]) * float(there[3])) % 2 == int(there[1])
     assert failures_of(toy, bitwise=True, tolerances={torch.float32: 0})["reference"] == []
 
 
