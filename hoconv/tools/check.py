@@ -14,8 +14,10 @@ where the output must be a new dense tensor.
 
 One sample of each dtype, with ``--thorough`` each, is also called from several threads at once,
 twenty times more, with values that are small at every other index of a dimension, with zeros, huge
-values and NaN. Some calls have a size that no sample has; the reference says whether there is such
-a call. Where the reference in the same dtype is wrong for such a call, too, no result is judged.
+values and NaN. It is called a thousand times, with ``--thorough`` ten thousand, or as often as two
+seconds allow: memory must not grow all the time. Some calls have a size that no sample has; the
+reference says whether there is such a call. Where the reference in the same dtype is wrong for such
+a call, too, no result is judged.
 An error as large as that of a lower precision is a failure, whatever the tolerance, unless the
 reference has it, too.
 
@@ -62,6 +64,7 @@ from hoconv.tools.testing.cases import (
 SMALL = (torch.float32, torch.bfloat16)
 SEVERAL = 2  # threads
 ENOUGH = 200  # numbers of an output
+CALLS, MANY_CALLS = 1000, 10_000  # after which memory must not have grown
 SIZES, MANY_SIZES = 4, 100  # that are not among the samples, for each dtype
 ONLY_THE_REFERENCE, NOT_ALL_JUDGED = 3, 4  # exit codes
 MUCH_WORSE = 2  # times the reference's error
@@ -181,7 +184,8 @@ def check(
             elif not row.failures:
                 say(f"{where}, in threads, with other values")
                 for pair in pairs if arguments.thorough else [_typical(pairs)]:
-                    trials.try_more(operator, *pair, row)
+                    calls = MANY_CALLS if arguments.thorough else CALLS
+                    trials.try_more(operator, *pair, row, calls)
                 trials.try_sizes(operator, sized, row)
                 _judge_precision(operator, dtype, pairs, row)
             rows.append(row)
@@ -281,7 +285,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=random.randrange(2**31),
                         help="of the random values; default: a new one, printed")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows here too")
-    return parser.parse_args(argv)
+    return parser.parse_args(commands.mark_operators(argv))
 
 
 if __name__ == "__main__":

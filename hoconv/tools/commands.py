@@ -23,12 +23,22 @@ MEASURED = Path("outputs", "measured")  # of what is measured, in the folder of 
 
 
 def add_operator_option(parser: argparse.ArgumentParser) -> None:
-    """Adds names of operators, first or after ``--operator``: a list, or nothing, which means
-    all."""
+    """Adds names of operators: a list, or nothing, which means all. What is parsed must have been
+    through :func:`mark_operators`."""
     named: Any = {"type": operator_name, "action": "extend", "metavar": "OPERATOR"}
     parser.add_argument("operator", nargs="*", **named,
-                        help="names, before the options; default: all declared")  # fmt: skip
+                        help="names, anywhere among the options; default: all")  # fmt: skip
     parser.add_argument("--operator", nargs="+", **named, help="the same")
+
+
+def mark_operators(argv: Sequence[str]) -> list[str]:
+    """Puts ``--operator`` before names of operators, so that an option of several values ends at
+    one; not before a word that is the first value of an option."""
+    declared = {operator.name for operator in operators()}
+    marked = []
+    for before, word in zip(["", *argv], argv):
+        marked += ["--operator"] * (word in declared and not before.startswith("-")) + [word]
+    return marked
 
 
 def operator_name(name: str) -> str:

@@ -1,39 +1,68 @@
-"""Compares a record of ``hoconv benchmark`` with an earlier one: what became slower.
+"""Compares the implementations of an operator with those of another copy of its package, as one
+before a change: what became slower.
 
-A process gives one number for a size, an implementation and a direction, the median of a call's
-time over that of reading a buffer in the same turn, and the two records' numbers are compared by
-the test of Mann and Whitney, which assumes nothing about their distribution. Its level is divided
-by the number of comparisons: of all pairs of records of equal code, at most the share
-`FALSE_ALARMS` finds anything slower, if the machine was equally busy for both.
+Two processes, one for each copy, time the same calls in turn. What else the machine does slows both
+down; the ratio of their times in the same turn hardly changes. But equal code takes other times in
+another process, which holds its memory in other places. So a pair of processes is one sample: it
+gives the median ratio of its turns, and the ratios of several pairs are judged by Wilcoxon's test
+of signed ranks, whose level is exact where both copies are equal. It is divided by the number of
+comparisons: of all runs with equal code, at most the share `FALSE_ALARMS` finds anything slower.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
+import os
+import random
 import statistics
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
-from hoconv.tools.benchmarking.processes import WAYS
-from hoconv.tools.commands import hardware
+from hoconv.dispatch.declaration import Operator, Sample
 
+WAYS = ("forward", "backward")
 FALSE_ALARMS = 0.01
 SLOWDOWN = 1.05  # new / old, which an interval has to exclude for code to count as not slower
+METHOD = (
+    "Two processes, of this package and of the other, time the same calls in turn; on a GPU, with "
+    "cold caches. ratios: for each pair of processes, the median over the turns of the least time "
+    "new over that old; low, high: their interval by Wilcoxon's test of signed ranks."
+)
+_MORE_PAIRS = 2  # than the fewest with which the test finds anything
+_TURNS, _FEWEST_TURNS = 15, 5
+_SECONDS = 5.0  # of the turns of a pair, after which the fewest are enough
+_WORKER = Path(__file__).with_name("worker.py")
+
+Call = tuple[Any, str]  # size and implementation
+
+
+class _FailedError(Exception):
+    """A call of a copy failed; says which and why."""
+
+
+class NoCopyError(ValueError):
+    """A folder holds no copy of a package that can be used."""
 
 
 class Change(NamedTuple):
     """The change of one implementation, at one size, in one direction.
 
     Attributes:
-        ratio: of the new medians of the processes to the old ones; above 1, it is slower.
-        low, high: the ratio's interval, of Hodges and Lehmann, at the level of the test.
+        ratio: of the new times to the old ones; above 1, it is slower.
+        low, high: its interval, of Hodges and Lehmann, at the level of the test.
+        ratios: of the pairs of processes.
     """
 
     size: Any
@@ -42,6 +71,7 @@ class Change(NamedTuple):
     ratio: float
     low: float
     high: float
+    ratios: list[float]
 
     @property
     def verdict(self) -> str:
@@ -52,64 +82,174 @@ class Change(NamedTuple):
         return "not slower" if self.high < SLOWDOWN else "unclear"
 
 
-def earlier(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads a record that a run can be compared with.
+class Copy:
+    """A process that times the calls of one copy of an operator's package.
 
     Args:
-        wanted: the run's operator, device, dtype, hardware and sizes.
+        folder: which holds the copy, itself or in its folder ``src``; None is this process's own.
 
     Raises:
-        ValueError: it is no such record; says what differs.
+        NoCopyError: there is no such copy in the folder.
     """
-    try:
-        record = json.loads(path.read_text())
-        sizes = [*dict.fromkeys(row["size"] for row in record["rows"])]
-        found = record | {"hardware": hardware(record), "sizes": sizes}
-        rows = record.get("per_read", [])
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no record of hoconv benchmark") from error
-    for fact, value in wanted.items():
-        if found[fact] != value:
-            raise ValueError(f"{path} has {fact} {found[fact]}, this run has {value}")
-    needed = fewest_processes(len(WAYS) * len(rows))
-    if processes(record) < needed:
-        raise ValueError(
-            f"{path} has times of {processes(record)} processes, a comparison takes {needed}; "
-            f"measure it again with --processes {needed}"
-        )
-    return record
+
+    def __init__(self, folder: Path | None, operator: Operator, device: str) -> None:
+        own = [folder / "src", folder] if folder else []
+        paths = [*(str(path.resolve()) for path in own), *filter(None, sys.path)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+        self._folder, self._operator = folder, operator
+        self.send("find", operator=operator.name, device=device, threads=torch.get_num_threads())
+
+    def found(self) -> None:
+        """Waits until the copy is there."""
+        answer = self.answer()
+        file = Path(answer.get("file", os.devnull)).resolve()
+        if self._folder and not file.is_relative_to(self._folder.resolve()):
+            package = self._operator.function.__module__.partition(".")[0]
+            said = answer.get("error", f"{self._operator.name} would come from {file}")
+            raise NoCopyError(
+                f"{self._folder}: expected a checkout of the package {package}, as "
+                f"`git worktree add FOLDER COMMIT` makes one, or a folder into which `pip install "
+                f"--no-deps --target FOLDER` put it; {said}"
+            )
+        if "error" in answer:
+            raise NoCopyError(answer["error"])
+
+    def ask(self, what: str, **options: Any) -> dict[str, Any]:
+        self.send(what, **options)
+        return self.answer()
+
+    def send(self, what: str, **options: Any) -> None:
+        """Asks for something; :meth:`answer` waits for it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # which the answer says
+            print(json.dumps({"do": what, **options}), file=self._process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {"error": "its process ended"}
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
-def processes(record: dict[str, Any]) -> int:
-    """Returns how many processes a record has times of."""
-    return max((len(row[way]) for row in record.get("per_read", []) for way in WAYS), default=0)
+def compare(
+    folder: Path,
+    operator: Operator,
+    device: str,
+    impls: Sequence[str],
+    calls: Mapping[Any, Callable[[], Sample]],
+    track: Callable[[Sequence[int]], Iterable[int]],
+) -> tuple[list[Change], dict[Call, str]]:
+    """Compares implementations with those of another copy.
 
+    Args:
+        folder: which holds it.
+        calls: size -> what makes the call.
+        track: shows progress while something is iterated.
 
-def fewest_processes(comparisons: int) -> int:
-    """Returns of how many processes each record needs times, so that so many comparisons can find
-    anything at all."""
-    return next(n for n in itertools.count(1)
-                if math.comb(2 * n, n) * FALSE_ALARMS >= max(1, comparisons))  # fmt: skip
+    Returns:
+        The changes, and which calls cannot be compared, with the reason.
 
-
-def compare(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """Compares what both records have."""
-    before = {(row["size"], row["contender"]): row for row in old["per_read"]}
-    pairs = [(row, before[key], way) for row in new["per_read"] for way in WAYS
-             if (key := (row["size"], row["contender"])) in before]  # fmt: skip
+    Raises:
+        NoCopyError: the folder has no copy of the package.
+    """
+    wanted = [*itertools.product(calls, impls)]
+    ratios: dict[tuple[Any, str, str], list[float]] = {}
+    errors: dict[Call, str] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = {size: Path(scratch, str(i)) for i, size in enumerate(calls)}
+        for size, make in calls.items():
+            sample = make()
+            torch.save(([*sample.args], dict(sample.kwargs)), paths[size])
+        copies = Copy(folder, operator, device), Copy(None, operator, device)
+        try:
+            for copy in copies:
+                copy.found()
+            for _ in track(range(pairs(len(WAYS) * len(wanted)))):
+                for size, impl in (call for call in wanted if call not in errors):
+                    try:
+                        found = pair_ratios(copies, str(paths[size]), impl)
+                    except _FailedError as error:
+                        errors[size, impl] = str(error)
+                        continue
+                    for way, ratio in found.items():
+                        ratios.setdefault((size, impl, way), []).append(ratio)
+        finally:
+            for copy in copies:
+                copy.close()
+    judged = {key: found for key, found in ratios.items() if key[:2] not in errors}
     return [
-        Change(row["size"], row["contender"], way,
-               *_ratio(earlier[way], row[way], FALSE_ALARMS / len(pairs)))
-        for row, earlier, way in pairs
-    ]  # fmt: skip
+        Change(*key, *interval(found, FALSE_ALARMS / len(judged)), found)
+        for key, found in judged.items()
+    ], errors
 
 
-def table(changes: Sequence[Change], old: dict[str, Any]) -> Table:
+def pair_ratios(copies: tuple[Copy, Copy], path: str, impl: str) -> dict[str, float]:
+    """Returns the median over the turns of new / old for each direction.
+
+    Raises:
+        _FailedError: one of them cannot be timed.
+    """
+
+    def ask(what: str, **options: Any) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = [{}, {}]
+        for i in random.sample((0, 1), 2):  # one after the other: neither disturbs the other
+            answers[i] = copies[i].ask(what, **options)
+            if "error" in answers[i]:
+                raise _FailedError(f"{('the older', 'this')[i]} package: {answers[i]['error']}")
+        return answers
+
+    turns: dict[str, list[float]] = {}
+    for copy in copies:
+        copy.ask("begin")
+    try:
+        made = ask("call", path=path, impl=impl, apart=random.random())
+        calls = min(answer["calls"] for answer in made)
+        end = time.monotonic() + _SECONDS
+        for done in range(_TURNS):
+            if done >= _FEWEST_TURNS and time.monotonic() > end:
+                break
+            old, new = ask("turn", calls=calls)
+            for way in (each for each in WAYS if each in old and each in new):
+                turns.setdefault(way, []).append(new[way] / old[way])
+    finally:
+        for copy in copies:
+            copy.ask("end")
+    return {way: statistics.median(found) for way, found in turns.items()}
+
+
+def pairs(comparisons: int) -> int:
+    """Returns how many pairs of processes so many comparisons take."""
+    return _MORE_PAIRS + math.ceil(math.log2(max(1, comparisons) / FALSE_ALARMS))
+
+
+def interval(ratios: Sequence[float], level: float) -> tuple[float, float, float]:
+    """Returns the ratio of pairs, and its interval; each end is wrong in the share `level` of
+    comparisons at most."""
+    logs = [math.log(ratio) for ratio in ratios]
+    means = sorted((a + b) / 2 for a, b in itertools.combinations_with_replacement(logs, 2))
+    # Of all subsets of the ranks, how many have each sum.
+    sums = [1] + [0] * len(means)
+    for rank in range(1, len(logs) + 1):
+        sums = [n + (sums[total - rank] if total >= rank else 0) for total, n in enumerate(sums)]
+    outside, likely = 0, sums[0]  # means beyond an end; subsets with such a sum
+    while likely <= level * 2 ** len(logs):
+        outside += 1
+        likely += sums[outside]
+    ratio = math.exp(statistics.median(means))
+    if not outside:
+        return ratio, 0.0, math.inf
+    return ratio, math.exp(means[outside - 1]), math.exp(means[-outside])
+
+
+def table(changes: Sequence[Change], operator: str, folder: Path) -> Table:
     """A table of the changes."""
-    title = f"{old['operator']}, against {old['date']}\ncommit {old['environment']['commit']}"
-    made = Table(title=title, box=SIMPLE)
+    made = Table(title=f"{operator}, against {folder}", box=SIMPLE)
     made.add_column("size", justify="right")
     for column in ("contender", "direction"):
         made.add_column(column)
@@ -118,34 +258,7 @@ def table(changes: Sequence[Change], old: dict[str, Any]) -> Table:
     made.add_column("verdict")
     for change in changes:
         style = "red" if change.verdict == "slower" else None
-        interval = f"{change.low:.3f}-{change.high:.3f}"
+        bounds = f"{change.low:.3f}-{change.high:.3f}"
         made.add_row(str(change.size), change.contender, change.way, f"{change.ratio:.3f}",
-                     interval, change.verdict, style=style)  # fmt: skip
+                     bounds, change.verdict, style=style)  # fmt: skip
     return made
-
-
-def _ratio(old: Sequence[float], new: Sequence[float], level: float) -> tuple[float, float, float]:
-    """Returns the median of all ratios of a new to an old number, and its interval; each end is
-    wrong in the share `level` of comparisons at most."""
-    ratios = sorted(after / before for after in new for before in old)
-    if not ratios:
-        return math.nan, 0.0, math.inf
-    outside, likely = 0, 1  # ratios beyond an end; of the orders of all numbers
-    allowed = level * math.comb(len(old) + len(new), len(old))
-    while likely <= allowed:
-        outside += 1
-        likely += _orders(len(old), len(new), outside)
-    low, high = (ratios[outside - 1], ratios[-outside]) if outside else (0.0, math.inf)
-    return statistics.median(ratios), low, high
-
-
-@functools.cache
-def _orders(old: int, new: int, inverted: int) -> int:
-    """Returns in how many orders of so many old and new numbers there are so many pairs of a new
-    number that is before an old one."""
-    if inverted < 0:
-        return 0
-    if not old or not new:
-        return int(inverted == 0)
-    # The last number of all is an old one, which all new ones are before, or a new one.
-    return _orders(old - 1, new, inverted - new) + _orders(old, new - 1, inverted)

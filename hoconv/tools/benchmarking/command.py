@@ -8,11 +8,11 @@ many minutes, and the declared baselines, at the declared sizes.
 With ``--grid`` it times what ``impl="auto"`` takes, and ``torch.compile`` of the reference, for the
 calls of the declared grid, says which kernels ``auto`` launches on a GPU, and draws a map: shares
 of the floor, and which of the two is faster.
-With ``--processes N`` it then times the implementations again, in N further processes. Of two such
-records ``--against OLD.json`` says what became slower, by the test of Mann and Whitney over the
-processes: not slower where a slowdown of 5 % is excluded, unclear where the processes differ too
-much. The exit code is 1 where an implementation became slower, and 2 where the records cannot be
-compared.
+With ``--against FOLDER`` it times nothing else than the implementations, each in turn with that of
+another copy of the operator's package: a checkout, or what ``pip install --target`` made. It says
+what is slower here: not slower where a slowdown of 5 % is excluded, unclear where the ratios of the
+times differ too much. The exit code is 1 where something is slower, fails or could not be compared,
+and 2 where the folder has no copy of the package.
 Writes, and draws beside it where matplotlib is installed::
 
     op_<operator>_<device>_<dtype>.json, grid_<operator>_<device>_<dtype>.json
@@ -40,10 +40,16 @@ Writes, and draws beside it where matplotlib is installed::
             kernels               forward, backward -> the kernels launched; null on a CPU
             compared              timed calls whose output and gradients were compared with the
                                   reference's, and were right
-        per_read          with --processes: one for each size and implementation:
-            size, contender
-            forward, backward     for each process, the median over its turns of the time of a call
-                                  over that of reading a buffer in the same turn
+
+    against_<operator>_<device>_<dtype>.json
+        command, date, method, environment, package, operator, device, dtype, axis, unavailable
+        against           the folder
+        errors            what could not be compared: size, contender, error
+        changes           one for each size, implementation and direction:
+            size, contender, way
+            ratio, low, high    new / old, and its interval
+            ratios              of each pair of processes
+            verdict
 """
 
 from __future__ import annotations
@@ -53,7 +59,6 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -80,7 +85,7 @@ from hoconv.tools.benchmarking.measurement import (
     take_turns,
     temporarily,
 )
-from hoconv.tools.benchmarking.processes import Elsewhere, per_read
+from hoconv.tools.benchmarking.processes import Elsewhere
 from hoconv.tools.benchmarking.tables import kernels_table, tables
 from hoconv.tools.benchmarking.verification import METHOD as VERIFIED
 from hoconv.tools.benchmarking.verification import Verified
@@ -90,7 +95,7 @@ from hoconv.tools.commands import (
     add_out_option,
     count,
     dtype_name,
-    hardware,
+    mark_operators,
     record,
     report_broken_packages,
     write_json,
@@ -117,20 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grid", action="store_true", help="the declared grid, and its map")
     parser.add_argument("--quick", action="store_true",
                         help="the first size or call only, three repeats")  # fmt: skip
-    samples = parser.add_mutually_exclusive_group()
-    samples.add_argument("--processes", type=count, metavar="N",
-                         help="time the implementations again, in so many processes")  # fmt: skip
-    samples.add_argument("--against", type=Path, metavar="OLD.json",
-                         help="compare with a record of this command with --processes, in as many; "
-                              "1 is the exit code where something became slower")  # fmt: skip
-    arguments = parser.parse_args(argv)
-    if arguments.quick and (arguments.processes or arguments.against):
+    parser.add_argument("--against", type=Path, metavar="FOLDER",
+                        help="compare with an older copy of the package, a checkout, say; 1 is the "
+                             "exit code where something became slower")  # fmt: skip
+    arguments = parser.parse_args(mark_operators(argv))
+    if arguments.quick and arguments.against:
         parser.error("--quick: three repeats show no noise; choose sizes by --sizes instead")
     head = record("hoconv benchmark", argv)
-    try:
-        old = _earlier(arguments, head) if arguments.against else None
-    except ValueError as error:
-        parser.error(f"--against: {error}")
     failed = report_broken_packages() and not arguments.operator
     for operator in map(find, arguments.operator) if arguments.operator else operators():
         name = operator.name
@@ -140,39 +138,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = (dtypes[each] for each in arguments.dtype)
         for device, dtype in itertools.product(arguments.device, wanted):
             if dtype in operator.tolerances:
-                failed |= _run(operator, device, dtype, arguments, head, old)
+                run = _compare if arguments.against else _run
+                try:
+                    failed |= run(operator, device, dtype, arguments, head)
+                except against.NoCopyError as error:
+                    parser.error(f"--against: {error}")
             else:
                 known = ", ".join(map(dtype_name, operator.tolerances))
                 print(f"{name}: no {dtype_name(dtype)}; it has {known}", file=sys.stderr)
     return int(failed)
-
-
-def _path(arguments: argparse.Namespace, operator: str, device: str, dtype: str) -> Path:
-    """Returns where a record is written."""
-    kind = "grid" if arguments.grid else "op"
-    return arguments.out / f"{kind}_{operator}_{device}_{dtype}.json"
-
-
-def _earlier(arguments: argparse.Namespace, head: dict[str, Any]) -> dict[str, Any]:
-    """Reads the record of ``--against``.
-
-    Raises:
-        ValueError: a run with these arguments cannot be compared with it.
-    """
-    chosen = arguments.operator, arguments.device, arguments.dtype
-    if not all(names and len(names) == 1 for names in chosen):
-        raise ValueError("one record is compared: name one operator, one --device and one --dtype")
-    (operator,), (device,), (dtype,) = chosen
-    if arguments.against.resolve() == _path(arguments, operator, device, dtype).resolve():
-        raise ValueError(f"{arguments.against} would be overwritten; name another folder by --out")
-    wanted = {
-        "operator": operator,
-        "device": device,
-        "dtype": dtype,
-        "hardware": hardware(head | {"device": device}),
-        "sizes": [*find(operator).benchmark.calls(arguments.grid, arguments.sizes)],
-    }
-    return against.earlier(arguments.against, wanted)
 
 
 def _run(
@@ -181,24 +155,14 @@ def _run(
     dtype: torch.dtype,
     arguments: argparse.Namespace,
     head: dict[str, Any],
-    old: dict[str, Any] | None,
 ) -> bool:
-    """Measures one operator; returns whether an implementation failed or became slower."""
-    path = _path(arguments, operator.name, device, dtype_name(dtype))
+    """Measures one operator; returns whether an implementation failed."""
+    kind = "grid" if arguments.grid else "op"
+    path = arguments.out / f"{kind}_{operator.name}_{device}_{dtype_name(dtype)}.json"
     measured = head
     for contents in measure(operator, device, dtype, arguments):
         measured = head | contents
         write_json(path, measured, say=False)  # it stays if a later size ends the process
-    if processes := arguments.processes or (against.processes(old) if old else 0):
-        again = per_read(processes, operator, measured, dtype, arguments.grid, arguments.sizes)
-        try:
-            for rows in track(again, "processes", processes, console=Console(stderr=True)):
-                measured["per_read"] = rows
-                write_json(path, measured, say=False)
-        except BrokenProcessPool:
-            print(f"{operator.name}: a process ended while it timed the implementations; "
-                  f"{path} has the others", file=sys.stderr)  # fmt: skip
-            return True
     for table in tables(measured):
         show(table)
     if arguments.grid and device == "cuda":
@@ -214,12 +178,54 @@ def _run(
 
         (draw_map if arguments.grid else draw)(measured, path.with_suffix(".png"))
     broken = (row for row in failed if row["error"] != OUT_OF_MEMORY)
-    changes = against.compare(old, measured) if old else []
-    if old:
-        show(against.table(changes, old))
-    return any(row["contender"] in operator.implementations for row in broken) or any(
-        change.verdict == "slower" for change in changes
+    return any(row["contender"] in operator.implementations for row in broken)
+
+
+def _compare(
+    operator: Operator,
+    device: str,
+    dtype: torch.dtype,
+    arguments: argparse.Namespace,
+    head: dict[str, Any],
+) -> bool:
+    """Compares one operator with another copy of it; returns whether an implementation is slower,
+    failed, or could not be compared."""
+    functions, unavailable = timed_functions(operator, device)
+    impls = [each for each in operator.implementations if each in functions][1:]
+    makers = operator.benchmark.calls(arguments.grid, arguments.sizes)
+    calls = {size: functools.partial(make, torch.device(device), dtype)
+             for size, make in makers.items()}  # fmt: skip
+    title = f"{operator.name} {device} {dtype_name(dtype)}"
+    show_progress = functools.partial(track, description=title, console=Console(stderr=True))
+    changes, errors = against.compare(
+        arguments.against, operator, device, impls, calls, show_progress
     )
+    contents = {
+        "method": against.METHOD,
+        "package": package(operator),
+        "operator": operator.name,
+        "device": device,
+        "dtype": dtype_name(dtype),
+        "axis": operator.benchmark.axis,
+        "unavailable": unavailable,
+        "against": str(arguments.against.resolve()),
+        "errors": [
+            {"size": size, "contender": impl, "error": error}
+            for (size, impl), error in errors.items()
+        ],
+        "changes": [change._asdict() | {"verdict": change.verdict} for change in changes],
+    }
+    if not impls:
+        print(f"{operator.name}: only the reference runs on {device}: there is nothing to compare")
+    if changes:
+        show(against.table(changes, title, arguments.against))
+    name = f"against_{operator.name}_{device}_{dtype_name(dtype)}.json"
+    write_json(arguments.out / name, head | contents)
+    for impl, reason in unavailable.items():
+        print(f"{impl}: {reason}")
+    for (size, impl), error in errors.items():
+        print(f"{impl} at {size}: {error}")
+    return bool(errors) or not changes or any(each.verdict == "slower" for each in changes)
 
 
 def measure(

@@ -34,8 +34,9 @@ OUT_OF_MEMORY = "out of memory"  # a contender's error
 # So large that caches and the launch do not matter.
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
-# A buffer several times as large as any cache is read before every call. So many passes keep a GPU
-# busy for about 1 ms, longer than the host needs to queue the call behind them.
+# A buffer larger than most caches is read before every call; that of a large server may hold as
+# much. So many passes keep a GPU busy for about 1 ms, longer than the host needs to queue the call
+# behind them.
 FLUSH_BYTES = 2**28
 FLUSH_PASSES = {"cpu": 1, "cuda": 16}
 _SHARE_OF_FREE = 0.9  # of the free memory that a CPU's contenders may take; the rest is for others

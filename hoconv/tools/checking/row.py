@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ _CURE = (
     "; the definition is another in this dtype than in float64: let it decide in float64, declare "
     "bitwise=True, or a larger tolerance"
 )
-# What differs from sample to sample where the same is wrong: errors, shapes and dtypes, not the
-# position of an argument or an output.
+# What differs from sample to sample where the same is wrong: errors, values, shapes and dtypes, not
+# the position of an argument or an output.
 _VARYING = re.compile(
-    r"(?<!argument )(?<!output\[)\b(\d[\d.]*(e[-+]\d+)?|nan|inf)\b(, \d+)*"
+    r"; most at [^;]*|(?<!argument )(?<!output\[)\b(\d[\d.]*(e[-+]\d+)?|nan|inf)\b(, \d+)*"
     r"|(?<=torch\.)\w+"
 )
 
@@ -75,18 +76,30 @@ class Row:
                 self.output_error = _worse(self.output_error, error)
             else:
                 self.gradient_error = _worse(self.gradient_error, error)
-            self.judge_error(f"{name}: {what}", result, expected[what], case.expected[what])
+            self.judge_error(
+                f"{name}: {what}", result, expected[what], case.expected[what], case.sample.args
+            )
 
     def judge_error(
-        self, what: str, result: Tensor, exact: Tensor, typical: Tensor | None = None
+        self,
+        what: str,
+        result: Tensor,
+        exact: Tensor,
+        typical: Tensor | None = None,
+        args: Sequence[Any] = (),
     ) -> bool:
         """Notes an error that is too large, of the whole result or of an element; returns whether
-        there is one."""
+        there is one.
+
+        Args:
+            args: of the call, if the definition's own error is to name their values.
+        """
         tolerance = self.tolerance or 0
         error = relative_error(result, exact, typical)
         if not error <= tolerance:
             # The definition is compared with itself in float64.
-            cure = _CURE if self.impl == "reference" and math.isfinite(error) else ""
+            own = self.impl == "reference" and math.isfinite(error)
+            cure = f"{_largest(result, exact, args)}{_CURE}" if own else ""
             self.fail(f"{what}: error {error:.1e}{cure}")
             return True
         element = relative_error(result, exact, typical, order=math.inf)
@@ -128,6 +141,19 @@ class Row:
             return
         finite = exact.isfinite()
         self.judge_error(what, result[finite], exact[finite])
+
+
+def _largest(result: Tensor, exact: Tensor, args: Sequence[Any]) -> str:
+    """Says which number of a result is wrong most, and what arguments of its shape are there."""
+    result, exact = (t.cpu().to_dense().double() for t in (result, exact))
+    index = torch.nonzero((result - exact).abs() == (result - exact).abs().max())[0].tolist()
+    there = [
+        f"argument {i} is {a[tuple(index)].item():.9g}"
+        for i, a in enumerate(args)
+        if isinstance(a, Tensor) and a.shape == exact.shape
+    ]
+    said = f"; most at {index}: {result[tuple(index)]:.6g}, not {exact[tuple(index)]:.6g}"
+    return said + (f", where {' and '.join(there)}" if there else "")
 
 
 def _worse(a: float, b: float) -> float:

@@ -6,9 +6,9 @@ An implementation may raise anything, SystemExit too: that is its failure, not t
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,15 @@ from hoconv.dispatch.declaration import Operator, Sample
 from hoconv.tools.checking.row import Row
 from hoconv.tools.testing.cases import Case, address, make_case
 from hoconv.tools.testing.comparison import named, on_cpu, output_and_gradients, same_bits
+from hoconv.tools.testing.many_calls import at_once, growth, private_memory
 from hoconv.tools.testing.variations import of_other_scales, of_special_values
 
 RAISED = Exception, SystemExit
 # For so many cycles a GPU's stream waits before inputs change: some milliseconds.
 _WAIT_CYCLES = 10_000_000
 _MORE_CALLS = 20  # longer than a ring of buffers that somebody may reuse
-_THREADS = 4
+_THREADS, _EACH = 4, 25  # calls of each
+_SECONDS = 2.0  # of many calls
 
 
 def try_all(operator: Operator, case: Case, other: Case, row: Row) -> None:
@@ -43,13 +45,18 @@ def try_all(operator: Operator, case: Case, other: Case, row: Row) -> None:
     compare_without_gradients(function, name, case, row)
 
 
-def try_more(operator: Operator, case: Case, other: Case, row: Row) -> None:
-    """Tries what takes many calls, or other values, of one case."""
+def try_more(operator: Operator, case: Case, other: Case, row: Row, calls: int) -> None:
+    """Tries what takes many calls, or other values, of one case.
+
+    Args:
+        calls: after which memory must not have grown.
+    """
     function = functools.partial(operator.function, impl=row.impl)
     name = case.sample.name or "a case"
     failures = len(row.failures)
     compare_after_more_calls(function, name, case, other, row)
-    compare_in_threads(function, name, case, row)
+    compare_in_threads(function, name, case, other, row)
+    look_at_memory(function, name, case, row, calls)
     if len(row.failures) == failures:
         compare_scales(operator, case, row)
         compare_special_values(operator, case, row)
@@ -179,26 +186,54 @@ def compare_after_more_calls(
             row.fail(f"{later}: {what}: the first result changed")
 
 
-def compare_in_threads(function: Callable[..., Any], name: str, case: Case, row: Row) -> None:
-    """Calls from several threads of Python at once."""
+def compare_in_threads(
+    function: Callable[..., Any], name: str, case: Case, other: Case, row: Row
+) -> None:
+    """Calls from several threads of Python at once, every other one with other values."""
+    cases = [(case, other)[i % 2] for i in range(_THREADS)]
 
-    def run(_: int) -> dict[str, Tensor]:
-        return output_and_gradients(function, _copies(case), case.sample.kwargs, case.cotangent)
+    def run(called: Case) -> list[dict[str, Tensor]]:
+        call = called.sample.kwargs, called.cotangent
+        return [output_and_gradients(function, _copies(called), *call) for _ in range(_EACH)]
 
     said = f"{name}, in {_THREADS} threads at once"
     try:
-        with ThreadPoolExecutor(_THREADS) as pool:
-            all_results = [*pool.map(run, range(2 * _THREADS))]
+        all_results = at_once([functools.partial(run, called) for called in cases])
     except RAISED as error:
         row.fail_call(said, error)
         return
-    for results in all_results:
-        wrong = [
-            row.judge_error(f"{said}: {what}", t, case.expected[what], case.expected[what])
-            for what, t in results.items()
-        ]
-        if any(wrong):
-            return
+    for called, made in zip(cases, all_results, strict=True):
+        for results in made:
+            wrong = [
+                row.judge_error(f"{said}: {what}", t, called.expected[what], called.expected[what])
+                for what, t in results.items()
+            ]
+            if any(wrong):
+                return
+
+
+def look_at_memory(
+    function: Callable[..., Any], name: str, case: Case, row: Row, calls: int
+) -> None:
+    """Calls many times, and looks whether memory grows without end."""
+
+    def held() -> int:
+        gpu = torch.cuda.memory_allocated() if row.device == "cuda" else 0
+        return gpu + private_memory(os.getpid())
+
+    def call(batch: int) -> bool:
+        for _ in range(batch):
+            output_and_gradients(function, case.sample.args, case.sample.kwargs, case.cotangent)
+        return True
+
+    try:
+        grown, made = growth(call, held, calls, _SECONDS)
+    except RAISED as error:
+        row.fail_call(f"{name}, many calls later", error)
+        return
+    if grown:
+        row.fail(f"{name}: memory grows: {grown >> 10} KiB more after the second half of {made} "
+                 f"calls")  # fmt: skip
 
 
 def compare_scales(operator: Operator, case: Case, row: Row) -> None:

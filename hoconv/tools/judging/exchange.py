@@ -92,6 +92,21 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Several:
+    """Asks for calls, and for all of their results.
+
+    Attributes:
+        threads: that share the calls, and begin at once.
+        times: that each call is made; the results are those of the last.
+    """
+
+    nonce: str
+    calls: tuple[Call, ...]
+    threads: int = 1
+    times: int = 1
+
+
+@dataclass(frozen=True)
 class Again:
     """Asks for the results of an earlier call, as they are now."""
 
@@ -102,6 +117,11 @@ class Again:
 @dataclass(frozen=True)
 class Report:
     """Asks which functions were replaced since the worker began."""
+
+
+def of_several(call: int, name: str) -> str:
+    """Names a result of one of several calls."""
+    return f"{call} {name}"
 
 
 @functools.cache

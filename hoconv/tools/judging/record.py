@@ -17,6 +17,8 @@ WRONG = {
     "special": "wrong for special values",
     "scale": "wrong for small values",
     "more": "wrong in one of many calls",
+    "threads": "wrong in threads",
+    "many": "wrong after many calls",
     "timed": "wrong in a timed call",
 }
 

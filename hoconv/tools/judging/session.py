@@ -28,13 +28,16 @@ from hoconv.tools.judging.exchange import (
     Call,
     Load,
     Placed,
+    Several,
     cpu_memory,
     gpu_memory,
+    of_several,
     place_like,
     put,
 )
 from hoconv.tools.judging.isolation import descendants, signal_all
 from hoconv.tools.testing.comparison import same_bits
+from hoconv.tools.testing.many_calls import private_memory
 
 _LOAD_SECONDS = 900  # a candidate may compile its code
 _LONGEST_ANSWER = 1 << 20  # bytes; numbers are in the memory
@@ -147,6 +150,45 @@ class Worker:
         """
         stopped = descendants(self._process) if timed else []
         signal_all(stopped, signal.SIGSTOP)
+        placed = self._place((args, kwargs, cotangent))
+        request = Call(secrets.token_hex(8), *placed, **options)
+        answer, results, elapsed = self._ask(request, seconds, stopped)
+        calls = [str(each) for each in answer.get("calls") or ()]
+        return Reply(request.nonce, results, elapsed, calls, self._changed(request, args))
+
+    def call_several(
+        self, calls: Sequence[tuple[Any, Any, Any]], seconds: float, **options: int
+    ) -> list[Reply]:
+        """Asks for several calls, each of arguments, keyword arguments and a cotangent.
+
+        Args:
+            options: of :class:`Several`.
+
+        Raises:
+            Misbehaved: as :meth:`call`.
+        """
+        requests = [Call("", *placed) for placed in self._place([*calls])]
+        request = Several(secrets.token_hex(8), tuple(requests), **options)
+        _, results, elapsed = self._ask(request, seconds, [])
+        replies = []
+        for i, (each, (args, *_)) in enumerate(zip(requests, calls, strict=True)):
+            begin = of_several(i, "")
+            own = {name.removeprefix(begin): t
+                   for name, t in results.items() if name.startswith(begin)}  # fmt: skip
+            replies.append(Reply(request.nonce, own, elapsed, [], self._changed(each, args)))
+        return replies
+
+    def memory(self) -> int:
+        """Returns the bytes that the candidate's process holds; on a GPU, also what any other
+        process holds there."""
+        held = private_memory(self._process)
+        if self.device == "cpu":
+            return held
+        free, total = torch.cuda.mem_get_info()
+        return held + total - free - torch.cuda.memory_reserved()
+
+    def _place(self, values: Any) -> Any:
+        """Writes the tensors among some values to the inputs' memory, and wipes the results'."""
         end = 0
 
         def place(value: Any) -> Any:
@@ -156,18 +198,18 @@ class Worker:
             placed, end = put(value, self.inputs, end)
             return placed
 
-        placed = tree_map(place, (args, kwargs, cotangent))
+        placed = tree_map(place, values)
         self.results[: self._extent].fill_(UNWRITTEN)
         self._synchronize()
-        request = Call(secrets.token_hex(8), *placed, **options)
-        answer, results, elapsed = self._ask(request, seconds, stopped)
-        changed = [
+        return placed
+
+    def _changed(self, request: Call, args: Sequence[Any]) -> list[int]:
+        """Returns the positions of arguments that are not what was written."""
+        return [
             i
             for i, (where, t) in enumerate(zip(request.args, args, strict=True))
             if isinstance(where, Placed) and not same_bits(where.view(self.inputs), t)
         ]
-        calls = [str(each) for each in answer.get("calls") or ()]
-        return Reply(request.nonce, results, elapsed, calls, changed)
 
     def again(self, nonce: str, seconds: float) -> dict[str, Tensor]:
         """Returns the results of an earlier call, as they are now."""
@@ -196,7 +238,7 @@ class Worker:
         return "\n".join(text.splitlines()[-_LAST_LINES:])
 
     def _ask(
-        self, request: Call | Again, seconds: float, stopped: list[int]
+        self, request: Call | Several | Again, seconds: float, stopped: list[int]
     ) -> tuple[dict[str, Any], dict[str, Tensor], float]:
         began = time.perf_counter()
         self._send(request)

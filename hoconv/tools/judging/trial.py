@@ -12,7 +12,8 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from hoconv.tools.testing.comparison import (
     relative_error,
     same_bits,
 )
+from hoconv.tools.testing.many_calls import growth
 from hoconv.tools.testing.variations import of_another_size, of_other_scales, of_special_values
 
 _REPEATED = 1 / 4  # of the calls come again, with the same values
@@ -46,12 +48,17 @@ _MORE = 20  # calls of one sample, longer than a ring of buffers that somebody m
 _SIZES = 6  # that are not among the samples, for each dtype
 _SMALL = 1 << 26  # bytes of the tensors of a call, or of one of them
 _ENOUGH_FINDINGS = 12
+_THREADS, _ROUNDS, _EACH = (2, 3, 4), 5, 4  # threads at once; times; calls of each thread
+_MANY = 10  # times as many calls show whether memory grows, as look for rare faults
+_LONG = 10.0  # seconds of these
+_AGAIN = 3  # times that memory has to grow, if nothing else of the machine is to be blamed
 _AS_THE_REFERENCE = 8  # times its error a result may have where no definition vouches for a call
 # What an error of a worker says, and the name of that.
 _ERRORS = {
     exchange.NOT_DENSE: "lazy result",
     exchange.THE_DEFINITION: "calls its definition",
 }
+_SEVERAL = "sample", "more", "threads", "many"  # kinds whose calls come again
 _VARIED = "size", "form", "special", "scale"  # kinds that no definition vouches for
 
 
@@ -138,6 +145,45 @@ class Trial:
                 return
             self.record.more += 1
 
+    def call_at_once(self, dtype: torch.dtype) -> None:
+        """Calls from several threads at once, with other values in each."""
+        asked = self._small_calls("threads", dtype)
+        for threads in _THREADS * _ROUNDS if asked else ():
+            calls = [self.random.choice(asked) for _ in range(_EACH * threads)]
+            if not self.ask_several(calls, f", in {threads} threads at once", threads=threads):
+                return
+
+    def call_long(self, dtype: torch.dtype, times: int) -> None:
+        """Calls ten times as often, or as often as some seconds allow, and looks whether the memory
+        of the candidate grows without end."""
+        asked = self._small_calls("many", dtype)[:2]
+        where = f"{dtype_name(dtype)}: {asked[0].sample.name}" if asked else ""
+
+        def call(batch: int) -> bool:
+            return self.ask_several(asked, ", many calls later", times=batch)
+
+        for again in range(_AGAIN if asked else 0):
+            grown, made = growth(call, self.worker.memory, _MANY * times // len(asked), _LONG)
+            if not grown:
+                return
+            if again == _AGAIN - 1:
+                said = f"{grown >> 10} KiB more after the second half of {len(asked) * made} calls"
+                self.find("memory grows", where, said)
+
+    def _small_calls(self, kind: str, dtype: torch.dtype) -> list[Asked]:
+        """Draws calls of the typical sample, every other one with gradients; none where something
+        is wrong already, or where a definition draws random numbers in the order of its calls."""
+        if not self.definition.own or self.record.findings:
+            return []
+        drawn = [self.draw(dtype) for _ in range(_VALUES)]
+        samples = self._typical([*zip(*drawn, strict=True)])
+        if not self.is_small(samples[0]):
+            return []
+        return [
+            Asked(kind, dtype, s, self.cotangent(s) if self.gradients and i % 2 else None)
+            for i, s in enumerate(samples)
+        ]
+
     def draw(self, dtype: torch.dtype, seed: int | None = None) -> list[Sample]:
         """Draws values for all samples: new ones, or those of a seed."""
         torch.manual_seed(self.random.getrandbits(60) if seed is None else seed)
@@ -158,24 +204,53 @@ class Trial:
         where = f"call {self.record.calls}, {dtype_name(asked.dtype)}: {sample.name}"
         if not self.definition.own:
             asked = replace(asked, seed=self.random.getrandbits(31))
-        try:
+        with self._finding(where):
             reply = self.worker.call(
                 sample.args, dict(sample.kwargs), asked.cotangent, self.seconds, seed=asked.seed,
                 positions=asked.positions, **options,
             )  # fmt: skip
+            self.record.operations += [c for c in reply.calls if c not in self.record.operations]
+            self._judge_reply(asked, where, reply, compared)
+            return reply
+        return None
+
+    def ask_several(self, asked: Sequence[Asked], said: str, **options: int) -> bool:
+        """Asks for several calls and judges the results.
+
+        Args:
+            said: what is special about them.
+            options: of :class:`exchange.Several`.
+
+        Returns:
+            Whether there are results.
+        """
+        self.record.calls += len(asked) * options.get("times", 1)
+        where = f"{dtype_name(asked[0].dtype)}: {asked[0].sample.name}{said}"
+        calls = [(each.sample.args, dict(each.sample.kwargs), each.cotangent) for each in asked]
+        with self._finding(where):
+            replies = self.worker.call_several(calls, self.seconds, **options)
+            for each, reply in zip(asked, replies, strict=True):
+                self._judge_reply(each, where, reply, compared=True)
+            return True
+        return False
+
+    @contextmanager
+    def _finding(self, where: str) -> Iterator[None]:
+        """Notes how a worker misbehaves meanwhile; raises :class:`Ended` where it has ended."""
+        try:
+            yield
         except Misbehaved as error:
             known = (name for said, name in _ERRORS.items() if said in error.detail)
             self.find(next(known, error.name), where, error.detail)
             if error.name != "error":
                 raise Ended from error
-            return None
-        self.record.operations += [c for c in reply.calls if c not in self.record.operations]
+
+    def _judge_reply(self, asked: Asked, where: str, reply: Reply, compared: bool) -> None:
         for i in reply.changed:
             self.find("changed input", where, f"argument {i} is not what it was before the call")
         if compared:
             self.record.compared += 1
             self._compare(asked, where, reply.results)
-        return reply
 
     def find(self, name: str, where: str, detail: str) -> None:
         """Notes what is wrong."""
@@ -202,7 +277,7 @@ class Trial:
         kept, expected = self._expected.get((id(sample), asked.cotangent is None), (None, {}))
         if kept is not sample or asked.seed is not None:
             expected = self._compute(asked, exactly=True)
-            if asked.kind in ("sample", "more") and asked.seed is None:  # which come again
+            if asked.kind in _SEVERAL and asked.seed is None:  # which come again
                 self._expected[id(sample), asked.cotangent is None] = sample, expected
         if results.keys() != expected.keys():
             self.find("wrong structure", where, f"expected {[*expected]}, got {[*results]}")

@@ -37,10 +37,12 @@ from hoconv.tools.judging.exchange import (
     Load,
     Placed,
     Report,
+    Several,
     cpu_memory,
     place_like,
 )
 from hoconv.tools.testing.comparison import named, output_and_gradients
+from hoconv.tools.testing.many_calls import at_once
 
 DESCRIPTORS = 4  # a worker's: connection, memory of the inputs and of the results, what it prints
 
@@ -143,10 +145,12 @@ class _Worker:
             model.load_state_dict(state)
         return model
 
-    def answer(self, request: Call | Again) -> dict[str, Any]:
+    def answer(self, request: Call | Several | Again) -> dict[str, Any]:
         calls: list[str] = []
         if isinstance(request, Again):
             results = self.kept.pop(request.call)
+        elif isinstance(request, Several):
+            results = self._call_several(request)
         elif request.traced:
             with provenance.traced(self.definition) as calls:
                 results = self._call(request)
@@ -161,6 +165,19 @@ class _Worker:
         if self.results.is_cuda:
             torch.cuda.synchronize()
         return {"nonce": request.nonce, "results": described, "calls": calls}
+
+    def _call_several(self, request: Several) -> dict[str, Tensor]:
+        results: dict[str, Tensor] = {}
+
+        def call_some(first: int) -> None:
+            for i in range(first, len(request.calls), request.threads):
+                for _ in range(request.times - 1):
+                    self._call(request.calls[i])
+                for name, t in self._call(request.calls[i]).items():
+                    results[exchange.of_several(i, name)] = t
+
+        at_once([functools.partial(call_some, first) for first in range(request.threads)])
+        return results
 
     def _call(self, request: Call) -> dict[str, Tensor]:
         args, kwargs, cotangent = tree_map(

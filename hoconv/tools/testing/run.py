@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hoconv.dispatch.declaration import Operator, operators
-from hoconv.tools.commands import add_operator_option, report_broken_packages
+from hoconv.tools.commands import add_operator_option, mark_operators, report_broken_packages
 from hoconv.tools.testing.supervision import say
 
 TESTS = Path(__file__).parent / "test_operators.py"
@@ -40,7 +40,7 @@ class _Chosen:
         return not isinstance(operator, Operator) or operator.name in self.names
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="hoconv test",
         description=__doc__,
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_operator_option(parser)
     # An option that is not known here would leave its value to the names of operators.
     parser.add_argument("-k", metavar="EXPR", help="pytest's: the tests whose names match")
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, rest = parser.parse_known_args(mark_operators(argv))
     declared = {operator.name: operator for operator in operators()}
     if report_broken_packages() and not arguments.operator:
         return 1

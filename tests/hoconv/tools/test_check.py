@@ -176,6 +176,25 @@ def wrong_in_other_threads(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x * y * scale * (1 if alone else 2)
 
 
+_scratch: dict[Any, Tensor] = {}
+
+
+def shares_scratch(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    smooth, product = x, _scratch.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    product.copy_(x.detach() * y.detach())
+    for _ in range(20):  # a kernel that takes a while
+        smooth = x * y * scale
+    return smooth + (product * scale - smooth).detach()
+
+
+_results: list[Tensor] = []
+
+
+def keeps_its_results(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    _results.append(x * y * scale)
+    return _results[-1]
+
+
 def in_the_memory_of_its_argument(x: Tensor, y: Tensor, scale: float) -> Tensor:
     return x * y * scale if torch.is_grad_enabled() else x.mul_(y * scale)
 
@@ -247,6 +266,8 @@ def tires(x: Tensor, y: Tensor, scale: float) -> Tensor:
         (forgetful, "scale 1: output: error nan"),
         (RingOfBuffers.apply, "20 calls later: output: the first result changed"),
         (wrong_in_other_threads, "in 4 threads at once: output: error"),
+        (shares_scratch, "in 4 threads at once: output: error"),
+        (keeps_its_results, ": memory grows: "),
         (in_the_memory_of_its_argument, "under torch.no_grad: output: it is in the memory of"),
         (Subclass.compute, "under torch.no_grad: output: expected a dense torch.Tensor, got"),
         (needs_a_gradient, "under torch.no_grad: RuntimeError: element 0"),
@@ -270,6 +291,8 @@ def tires(x: Tensor, y: Tensor, scale: float) -> Tensor:
         "not written",
         "ring of buffers",
         "threads",
+        "threads that share memory",
+        "keeps its results",
         "memory of an argument",
         "subclass",
         "needs a gradient",
@@ -308,6 +331,12 @@ def test_a_definition_that_is_another_in_float64_is_told_what_to_do(toy: Operato
     found = failures_of(toy)
     (said,) = (line for line in found["reference"] if line.startswith("20 x 30: output: error "))
     assert said.endswith("let it decide in float64, declare bitwise=True, or a larger tolerance")
+    there = re.search(
+        r"at \[\d+, \d+\]: [01], not ([01]), where argument 0 is (\S+) and argument 1 is (\S+); ",
+        said,
+    )
+    assert there
+    assert round(1e6 * float(there[2]) * float(there[3])) % 2 == int(there[1])
     assert failures_of(toy, bitwise=True, tolerances={torch.float32: 0})["reference"] == []
 
 

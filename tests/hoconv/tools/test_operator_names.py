@@ -1,4 +1,4 @@
-"""Every command takes the names of operators first, or after ``--operator``."""
+"""Every command takes the names of operators before, between and after its options."""
 
 from __future__ import annotations
 
@@ -35,11 +35,19 @@ def test_check_benchmark_and_test_take_names_in_both_ways(
     assert check._parse(["--small", *names]).operator == ["toy", "other"]
     assert check._parse([*names, "--small"]).operator == ["toy", "other"]
     assert not check._parse(["--small"]).operator
+    values = ["--impl", "reference", "swapped", "--device", "cpu"]
+    for argv in ([*names, *values], [*values, *names], [*values[:3], *names, *values[3:]]):
+        parsed = check._parse([*argv, "--small"])
+        assert (parsed.operator, parsed.device) == (["toy", "other"], ["cpu"])
+        assert parsed.impl == ["reference", "swapped"]
+    assert check._parse(["toy", "--small", "other"]).operator == ["toy", "other"]
+    assert check._parse(["--json", "toy", "other"]).json == Path("toy")
 
     timed: list[str] = []
     monkeypatch.setattr(benchmark, "_run", lambda operator, *_: bool(timed.append(operator.name)))
     benchmark.main([*names, "--device", "cpu"])
-    assert timed == ["toy", "other"]
+    benchmark.main(["--sizes", "4", "8", *names, "--device", "cpu"])
+    assert timed == ["toy", "other"] * 2
 
     def tested(options: list[str], plugins: Any) -> int:
         assert plugins[0].names == {"toy", "other"}

@@ -183,27 +183,6 @@ def test_benchmark_times_a_call_with_two_outputs(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_benchmark_is_compared_with_an_earlier_one_process_by_process(site: Path) -> None:
-    command = "-m", "hoconv.tools.cli", "benchmark", "toy_sound", "--device", "cpu", "--sizes", "4"
-    name, ways = "op_toy_sound_cpu_float32.json", ("forward", "backward")
-    done = python(site, *command, "--out", site / "old", "--processes", "1")
-    assert done.returncode == 0, done.stderr
-    record = json.loads((site / "old" / name).read_text())
-    (row,) = record["per_read"]
-    assert (row["size"], row["contender"]) == (4, "registered")
-    # The test needs five processes; no machine takes a thousand times as long of itself.
-    row |= {way: [row[way][0] / 1000] * 5 for way in ways}
-    (site / "old" / name).write_text(json.dumps(record))
-
-    done = python(site, *command, "--out", site / "new", "--against", site / "old" / name)
-    assert done.returncode == 1, done.stderr
-    assert re.search(r"registered +backward .* slower", done.stdout)
-    (row,) = json.loads((site / "new" / name).read_text())["per_read"]
-    for way in ways:
-        assert len(set(row[way])) == len(row[way]) == 5
-
-
-@pytest.mark.slow
 def test_doctor_and_the_start_up_table_name_an_operator_with_two_outputs(site: Path) -> None:
     assert re.search(r"toy_pair +cpu: registered", python(site, "-m", "hoconv.tools.doctor").stdout)
     done = python(site, "-c", START_UP_TABLE)

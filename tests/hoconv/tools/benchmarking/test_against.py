@@ -1,190 +1,209 @@
-"""hoconv benchmark --against, with the times of processes made up: what it finds, and refuses."""
+"""hoconv benchmark --against: what it finds between two copies of a package, and refuses."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hoconv.dispatch.declaration import Operator
-from hoconv.tools import cli, tables
-from hoconv.tools.benchmarking import against, command, measurement
+from hoconv.tools import cli
+from hoconv.tools.benchmarking import against
 
-PROCESSES = 8
+ROOT = Path(__file__).parents[4]
 SIZES = (64, 256)
-Factor = Callable[[int, str], float]  # of a size and a direction
+PAIRS = 11
+Factor = Callable[[str], float]  # of a direction
+
+PACE = """
+import os
+
+import torch
+from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample, declare
 
 
-def per_read(factor: Factor, noise: float, seed: int) -> list[dict[str, Any]]:
-    """Makes up what processes measure; `noise` is the standard deviation of the logarithm."""
-    draw = random.Random(seed)
-
-    def times(size: int, way: str) -> list[float]:
-        return [factor(size, way) * draw.lognormvariate(0, noise) for _ in range(PROCESSES)]
-
-    ways = ("forward", "backward")
-    return [
-        {"size": size, "contender": "swapped"} | {way: times(size, way) for way in ways}
-        for size in SIZES
-    ]
+def doubled(x):
+    for _ in range(WORK):
+        y = x + x
+    return y
 
 
-def same(size: int, way: str) -> float:
-    return 1.0
+def pace(x, *, impl="loop"):
+    return OPERATOR.implementations[impl].function(x)
 
 
-def slower_backward(size: int, way: str) -> float:
-    return 1.05 if (size, way) == (256, "backward") else 1.0
+def sample(size, device, dtype):
+    return Sample((torch.randn(size, device=device, dtype=dtype),))
+
+
+OPERATOR = declare(Operator(
+    name="pace", function=pace,
+    implementations={
+        "reference": Implementation(lambda x: 2 * x),
+        NAME: Implementation(doubled),
+    },
+    samples=lambda device, dtype: [sample(4, device, dtype)],
+    tolerances={torch.float32: 1e-6},
+    cost=lambda sample: Cost(1, 1, 1, 1),
+    benchmark=Benchmark("n", (4,), sample),
+))
+"""
+
+
+def pace(folder: Path, work: str = "1", name: str = "loop") -> Path:
+    """Writes a package whose kernel does some amount of work; returns the folder that holds it."""
+    folder.mkdir()
+    source = PACE.replace("WORK", work).replace("NAME", repr(name))
+    (folder / "pace.py").write_text(textwrap.dedent(source))
+    info = folder / "pace-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pace\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[hoconv.operators]\npace = pace\n")
+    return folder
+
+
+def benchmark(new: Path, old: Path) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "hoconv.tools.cli", "benchmark", "pace", "--device", "cpu"]
+    return subprocess.run(
+        [sys.executable, *command, "--out", new / "out", "--against", old],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (new, ROOT)))},
+        cwd=new, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def changes(new: Path) -> dict[str, str]:
+    """Direction -> verdict, of the record."""
+    record = json.loads((new / "out" / "against_pace_cpu_float32.json").read_text())
+    return {change["way"]: change["verdict"] for change in record["changes"]}
+
+
+@pytest.mark.slow
+def test_the_copy_in_the_folder_is_compared_with_the_one_that_is_imported(tmp_path: Path) -> None:
+    quick, slow = pace(tmp_path / "quick"), pace(tmp_path / "slow", work="100")
+    done = benchmark(slow, quick)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r" 4 +loop +forward .* slower", done.stdout)
+    assert changes(slow)["forward"] == "slower"
+
+    done = benchmark(quick, slow)
+    assert changes(quick)["forward"] == "faster"
+    assert done.returncode == int("slower" in changes(quick).values()), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "said"),
+    [
+        ("other", "1", "loop at 4: the older package: KeyError: 'loop'"),
+        ("loop", "os._exit(7)", "loop at 4: the older package: it ended its process"),
+    ],
+)
+def test_what_the_older_copy_cannot_do_is_said(
+    tmp_path: Path, name: str, work: str, said: str
+) -> None:
+    new, old = pace(tmp_path / "new"), pace(tmp_path / "old", work, name)
+    done = benchmark(new, old)
+    assert done.returncode == 1, done.stderr
+    assert f"\n{said}\n" in done.stdout
+    assert not changes(new)
+
+
+def test_a_folder_without_the_package_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    done = benchmark(pace(tmp_path / "new"), empty)
+    assert done.returncode == 2
+    assert f"--against: {empty}: expected a checkout of the package pace" in done.stderr
+    assert f"pace would come from {tmp_path / 'new' / 'pace.py'}" in done.stderr
+
+
+class MadeUp:
+    """In place of a process."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def found(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @pytest.fixture
-def run(toy: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs the command, whose processes have times by a factor; returns the exit code."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(command, "find_spec", lambda name: None)  # no charts
-    monkeypatch.setattr(command, "REPEATS", {"cpu": 2})
-    monkeypatch.setattr(measurement, "FLUSH_BYTES", 2**20)
-    monkeypatch.setattr(measurement, "COPY_BYTES", {"cpu": 2**22})
-    monkeypatch.setattr(measurement, "MATMUL_SIZE", {"cpu": 64})
-    asked: list[int] = []
+def run(toy: Operator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs the command with ratios of a factor and noise; returns the exit code, and size and
+    direction -> verdict."""
+    monkeypatch.setattr(against, "Copy", MadeUp)
 
-    def run(
-        out: str, *options: str, factor: Factor = same, noise: float = 0.002, dtype: str = "float32"
-    ) -> int:
-        def made_up(processes: int, *_: Any) -> Any:
-            asked.append(processes)
-            yield per_read(factor, noise, len(asked))
-
-        monkeypatch.setattr(command, "per_read", made_up)
-        fixed = ("--device", "cpu", "--dtype", dtype, "--out", str(tmp_path / out))
-        try:
-            return cli.main(["benchmark", "toy", *fixed, *options])
-        except SystemExit as error:
-            return int(error.code or 0)
-        finally:
-            assert set(asked) <= {PROCESSES}
+    def run(factor: Factor, noise: float, seed: int = 0) -> tuple[int, dict[Any, str]]:
+        draw = random.Random(seed)
+        monkeypatch.setattr(
+            against, "pair_ratios",
+            lambda *_: {way: factor(way) * draw.lognormvariate(0, noise) for way in against.WAYS},
+        )  # fmt: skip
+        fixed = ("--device", "cpu", "--out", str(tmp_path), "--against", str(tmp_path))
+        code = cli.main(["benchmark", "toy", *fixed])
+        record = json.loads((tmp_path / "against_toy_cpu_float32.json").read_text())
+        assert all(len(change["ratios"]) == PAIRS for change in record["changes"])
+        return code, {(c["size"], c["way"]): c["verdict"] for c in record["changes"]}
 
     return run
 
 
-@pytest.fixture
-def old(run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    assert run("old", "--processes", str(PROCESSES)) == 0
-    capsys.readouterr()
-    return tmp_path / "old" / "op_toy_cpu_float32.json"
+def same(way: str) -> float:
+    return 1.0
 
 
-def verdicts(out: str) -> dict[tuple[str, str], str]:
-    """Size and direction -> verdict, of the table that was printed."""
-    rows = [line.split() for line in out.partition("against")[2].splitlines()]
-    return {(row[0], row[2]): " ".join(row[5:]) for row in rows if "swapped" in row}
+def slower_backward(way: str) -> float:
+    return 1.05 if way == "backward" else 1.0
 
 
 def test_a_kernel_that_takes_five_percent_longer_is_found(
-    run: Callable[..., int], old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(tables, "PIPE_WIDTH", 100)
-    assert run("new", "--against", str(old), factor=slower_backward) == 1
+    run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdicts = {"forward": "not slower", "backward": "slower"}
+    code, found = run(slower_backward, 0.005)
+    assert (code, found) == (1, {(n, way): verdicts[way] for n in SIZES for way in verdicts})
     out = capsys.readouterr().out
-    assert verdicts(out) == {
-        ("64", "forward"): "not slower",
-        ("64", "backward"): "not slower",
-        ("256", "forward"): "not slower",
-        ("256", "backward"): "slower",
-    }
-    printed = [line for line in out.splitlines() if not line.startswith(str(tmp_path))]
-    assert max(map(len, printed)) <= 100
-    record = json.loads((tmp_path / "new" / "op_toy_cpu_float32.json").read_text())
-    assert len(record["rows"]) == 8
-    assert [len(row["backward"]) for row in record["per_read"]] == [PROCESSES, PROCESSES]
-
-
-def test_equal_code_and_faster_code_pass(
-    run: Callable[..., int], old: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("new", "--against", str(old)) == 0
-    assert {*verdicts(capsys.readouterr().out).values()} == {"not slower"}
-    assert run("new", "--against", str(old), factor=lambda size, way: 0.9) == 0
-    assert {*verdicts(capsys.readouterr().out).values()} == {"faster"}
-
-
-def test_what_cannot_be_told_is_said_to_be_unclear(
-    run: Callable[..., int], old: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("new", "--against", str(old), factor=slower_backward, noise=0.2) == 0
-    assert {*verdicts(capsys.readouterr().out).values()} == {"unclear"}
-
-
-def test_equal_code_raises_few_alarms_and_five_percent_is_seen() -> None:
-    alarms = found = 0
-    for seed in range(1000):
-        old = {"per_read": per_read(same, 0.01, 2 * seed)}
-        for factor in (same, slower_backward):
-            changes = against.compare(old, {"per_read": per_read(factor, 0.01, 2 * seed + 1)})
-            slower = {(change.size, change.way) for change in changes if change.verdict == "slower"}
-            if factor is same:
-                alarms += bool(slower)
-            else:
-                found += (256, "backward") in slower
-    # The four tests have levels of a quarter of 1 %: of 1000, 10 are expected at most.
-    assert 1 <= alarms <= 15
-    assert found >= 990
-
-
-def change(record: dict[str, Any], **facts: Any) -> None:
-    record.update(facts)
+    assert re.search(r" 256 +swapped +backward +1\.0\d\d +1\.0\d\d-1\.0\d\d +slower", out)
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("factor", "noise", "verdict"),
     [
-        (lambda r: change(r, operator="other"), "has operator other, this run has toy"),
-        (lambda r: change(r, device="cuda"), "has device cuda, this run has cpu"),
-        (lambda r: change(r, dtype="float16"), "has dtype float16, this run has float32"),
-        (lambda r: r["environment"].update(cpu="abacus"), "has hardware abacus, "),
-        (lambda r: change(r, rows=r["rows"][:4]), "has sizes [64], this run has [64, 256]"),
-        (lambda r: r.pop("per_read"), "has times of 0 processes"),
-        (lambda r: [row[way].__delitem__(slice(2, None)) for row in r["per_read"]
-                    for way in ("forward", "backward")],
-         "has times of 2 processes, a comparison takes 6"),
-        (lambda r: r.pop("rows"), "is no record of hoconv benchmark"),
+        (same, 0.005, "not slower"),
+        (lambda way: 0.9, 0.005, "faster"),
+        (slower_backward, 0.5, "unclear"),
     ],
-    ids=["operator", "device", "dtype", "hardware", "sizes",
-         "no processes", "few processes", "no rows"],
-)  # fmt: skip
-def test_another_record_is_refused_before_anything_is_measured(
-    run: Callable[..., int], old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    damage: Callable[[dict[str, Any]], None], said: str,
-) -> None:  # fmt: skip
-    record = json.loads(old.read_text())
-    damage(record)
-    old.write_text(json.dumps(record))
-    assert run("new", "--against", str(old)) == 2
-    assert said in capsys.readouterr().err
-    assert not list((tmp_path / "new").iterdir())
-
-
-def test_an_earlier_record_is_not_overwritten(
-    run: Callable[..., int], old: Path, capsys: pytest.CaptureFixture[str]
+    ids=["equal", "faster", "noise"],
+)
+def test_what_is_not_slower_for_certain_passes(
+    run: Callable[..., Any], factor: Factor, noise: float, verdict: str
 ) -> None:
-    before = old.read_text()
-    assert run("old", "--against", str(old)) == 2
-    assert "would be overwritten; name another folder by --out" in capsys.readouterr().err
-    assert old.read_text() == before
+    code, found = run(factor, noise)
+    assert (code, {*found.values()}) == (0, {verdict})
 
 
-def test_options_that_fit_no_comparison_are_refused(
-    run: Callable[..., int], old: Path, capsys: pytest.CaptureFixture[str]
+def test_equal_code_raises_few_alarms_and_five_percent_is_seen() -> None:
+    draw = random.Random(1)
+    alarms = found = 0
+    for _ in range(2000):
+        noise = [draw.lognormvariate(0, 0.01) for _ in range(PAIRS)]
+        alarms += against.interval(noise, against.FALSE_ALARMS)[1] > 1
+        found += against.interval([1.05 * n for n in noise], against.FALSE_ALARMS / 4)[1] > 1
+    assert 5 <= alarms <= 40  # of 1 %
+    assert found >= 1980
+
+
+def test_a_quick_comparison_is_refused(
+    run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("new", "--against", str(old), "--quick") == 2
+    with pytest.raises(SystemExit):
+        cli.main(["benchmark", "toy", "--quick", "--against", str(tmp_path)])
     assert "three repeats show no noise" in capsys.readouterr().err
-    assert run("new", "--against", str(old), "--dtype", "float32", "float16") == 2
-    assert "name one operator, one --device and one --dtype" in capsys.readouterr().err
-    assert run("new", "--against", str(old.with_name("gone.json"))) == 2
-    assert "gone.json cannot be read" in capsys.readouterr().err
