@@ -57,6 +57,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -78,6 +79,7 @@ from hoconv.tools.benchmarking.measurement import (
     Contender,
     DeviceLost,
     copy_bandwidth,
+    differentiable_leaves,
     matmul_peak,
     memory_limit,
     method,
@@ -85,7 +87,7 @@ from hoconv.tools.benchmarking.measurement import (
     take_turns,
     temporarily,
 )
-from hoconv.tools.benchmarking.processes import Elsewhere
+from hoconv.tools.benchmarking.processes import Elsewhere, call_each
 from hoconv.tools.benchmarking.tables import kernels_table, tables
 from hoconv.tools.benchmarking.verification import METHOD as VERIFIED
 from hoconv.tools.benchmarking.verification import Verified
@@ -237,6 +239,9 @@ def measure(
     """
     options = arguments.grid, arguments.quick, arguments.sizes
     calls = _Calls(operator, device_type, dtype, *options)
+    if arguments.grid:
+        _compile_ahead(calls, functools.partial(_compile_one, operator.name, device_type, dtype,
+                                                *options))  # fmt: skip
     bandwidth = copy_bandwidth(calls.device, calls.repeats)
     peak = matmul_peak(calls.device, dtype, False, calls.repeats)
     rows: list[dict[str, Any]] = []
@@ -349,6 +354,29 @@ class _Calls:
                     "error": contender.error,
                 })  # fmt: skip
         return rows
+
+
+def _compile_ahead(calls: _Calls, compile_one: Callable[[Any], None]) -> None:
+    """Lets torch.compile compile all calls, on all cores: most of the time of a map is its. Where
+    they are timed it finds them in the cache of Inductor."""
+    cores = len(os.sched_getaffinity(0))
+    done = call_each(compile_one, calls.makers, min(cores, len(calls.makers)))
+    for _ in track(done, "torch.compile", len(calls.makers), console=Console(stderr=True)):
+        pass
+
+
+def _compile_one(
+    name: str, device_type: str, dtype: torch.dtype, grid: bool, quick: bool,
+    sizes: Sequence[int] | None, size: Any,
+) -> None:  # fmt: skip
+    """Lets torch.compile compile a call, in a process of its own."""
+    operators()  # imports the package that declares it
+    calls = _Calls(find(name), device_type, dtype, grid, quick, sizes)
+    sample = calls.makers[size](calls.device, dtype)
+    if calls.operator.benchmark.compiles(sample):
+        contender = Contender(COMPILED, calls.functions[COMPILED], sample)
+        contender.grads = [torch.ones_like(t) for t in differentiable_leaves(contender.forward())]
+        contender.both()
 
 
 def _measure_one(

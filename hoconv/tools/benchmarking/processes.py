@@ -1,11 +1,13 @@
-"""Measuring what is left in another process, where one has lost its device."""
+"""Work in processes of its own: what is left to measure where one has lost its device, and what is
+compiled ahead."""
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 
@@ -27,3 +29,23 @@ class Elsewhere:
     def close(self) -> None:
         """Ends the process, which frees what it has of the device's memory."""
         self._pool.shutdown()
+
+
+def call_each(
+    function: Callable[[Any], Any], arguments: Iterable[Any], at_once: int
+) -> Iterator[None]:
+    """Calls a function for each argument, in a process that may end by it; yields after each.
+
+    Args:
+        function: can be pickled. What it returns or raises is dropped.
+        at_once: so many processes.
+    """
+
+    def call(argument: Any) -> None:
+        elsewhere = Elsewhere(function)
+        with suppress(Exception):
+            elsewhere(argument)
+        elsewhere.close()
+
+    with ThreadPoolExecutor(at_once) as threads:
+        yield from threads.map(call, arguments)
