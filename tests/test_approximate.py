@@ -282,6 +282,7 @@ def test_a_sweep_of_multipliers_ends_in_accuracy_against_energy(run, circuits, m
         sorted(row["test/accuracy"] for row in rows[i::3]) for i in range(2)
     ]
     assert (sweep.folder / "energy.png").stat().st_size > 0
+    assert "energy.png leaves out mbm16, where" in " ".join(sweep.err.split())
     assert not (
         run("-m", *SHORT, *FEW, "model=approx_cnn", "seed=1,2").folder / "energy.png"
     ).exists()

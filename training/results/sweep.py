@@ -67,9 +67,13 @@ class SweepTable(Callback):
         groups = group(job for job in jobs if job.results["status"] == "finished")
         disk.attempt(folder / "sweep.png", lambda: _draw(groups, folder / "sweep.png"))
         tested = objective.replace("val/", "test/")
-        if points := _points(groups, tested):
+        points, left_out = _points(groups, tested)
+        if points:
             chart = energy.draw(points, tested, config.direction == "maximize")
             disk.attempt(folder / "energy.png", lambda: _save(chart, folder / "energy.png"))
+            if left_out:
+                console.warn(f"energy.png leaves out {', '.join(left_out)}, where the energy of "
+                             "more multiplications is unknown")  # fmt: skip
         disk.settle()
         console.stdout().print(f"{'sweep':<12}{folder}", soft_wrap=True, highlight=False)
         numbers: dict[tuple[str, str], list[int]] = {}
@@ -144,16 +148,20 @@ def _headings(names: list[str]) -> list[str]:
     return [name if last.count(end) > 1 else end for name, end in zip(names, last)]
 
 
-def _points(groups: list[Group], metric: str) -> list[energy.Point]:
-    """Returns groups of jobs whose energy is known, and the same part of it."""
-    found = []
+def _points(groups: list[Group], metric: str) -> tuple[list[energy.Point], list[str]]:
+    """Returns groups of jobs whose energy is known, and the same part of it; and the labels of the
+    others."""
+    found, labels = [], []
     for each in groups:
         scores = [*each.metric(metric).values()]
         cost = next((run.results.get("cost") for run in each.finished()), None)
-        if scores and cost and cost["energy_pj"] is not None:
-            label = " ".join(Path(value).name for value in each.settings.values()) or each.label
-            found.append(energy.Point(label, cost["energy_pj"], cost["unknown"], scores))
-    return energy.comparable(found)
+        if not scores or not cost:
+            continue
+        labels.append(" ".join(Path(value).name for value in each.settings.values()) or each.label)
+        if cost["energy_pj"] is not None:
+            found.append(energy.Point(labels[-1], cost["energy_pj"], cost["unknown"], scores))
+    shown = energy.comparable(found)
+    return shown, [label for label in labels if label not in {point.label for point in shown}]
 
 
 def _order(folder: Path) -> tuple[int, str]:
