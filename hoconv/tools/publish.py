@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("operator", metavar="OPERATOR", help="with compiled code: high_order_layer")
     parser.add_argument("folder", metavar="DIR", type=Path, help="where to write it")
     arguments = parser.parse_args(argv)
-    found = {operator.name: operator for operator in operators()}
+    found = {operator.name: operator for operator in operators() if _find_libraries(operator)}
     if arguments.operator not in found:
         parser.error(f"OPERATOR: expected one of {', '.join(found)}; got {arguments.operator!r}")
     try:
@@ -66,16 +66,12 @@ def write_repository(operator: Operator, folder: Path) -> None:
     that they include in ``csrc/``, and in ``torch-ext/`` the schemas and a Python package.
 
     Raises:
-        ValueError: the operator has no ops in compiled code, or its libraries have options, which
-            build.toml takes in other forms.
+        ValueError: its libraries have options, which build.toml takes in other forms.
         FileExistsError: `folder` has files already.
         hoconv.jit.BuildError: a macro names a header.
         OSError: a source cannot be read, or the folder not be written.
     """
-    given = [lib for each in operator.implementations.values() for lib in each.libraries]
-    libraries = {lib: ops for lib in dict.fromkeys(given) if (ops := find_ops(lib))}
-    if not libraries:
-        raise ValueError(f"OPERATOR: {operator.name} has no ops whose kernels are in files")
+    libraries = _find_libraries(operator)
     for library in libraries:
         if library.flags:
             raise ValueError(
@@ -91,6 +87,12 @@ def write_repository(operator: Operator, folder: Path) -> None:
     (folder / "flake.nix").write_text(_FLAKE)
     (package.parent / "torch_binding.cpp").write_text(_bind(libraries))
     (package / "__init__.py").write_text(_hand_on(operator, libraries))
+
+
+def _find_libraries(operator: Operator) -> dict[Library, list[torch._ops.OpOverload]]:
+    """Returns the libraries that have ops of an operator, and these."""
+    given = [lib for each in operator.implementations.values() for lib in each.libraries]
+    return {lib: ops for lib in dict.fromkeys(given) if (ops := find_ops(lib))}
 
 
 def _copy(library: Library, folder: Path, spaces: set[str]) -> dict[str, list[str]]:

@@ -100,14 +100,14 @@ def test_the_files_say_what_is_built(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"DIR: {repository} has files already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("operator", "why"),
-    [("recurrent", "recurrent has no ops whose kernels are in files"), ("cnn", "expected one of")],
-)
+@pytest.mark.parametrize("operator", ["recurrent", "cnn"])
 def test_what_has_no_compiled_ops(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], operator: str, why: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], operator: str
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main(["publish", operator, str(tmp_path / "repository")])
-    assert f"OPERATOR: {why}" in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert "OPERATOR: expected one of" in said
+    assert f"; got {operator!r}" in said
+    assert "recurrent" not in said.partition("; got")[0]
     assert not (tmp_path / "repository").exists()
