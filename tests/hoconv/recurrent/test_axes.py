@@ -289,7 +289,7 @@ MISTAKES = {
     "rnn.cat(S, x)": r"cat: \(B, 2, 3\) and \(B, 3\): expected the same axes but one",
     "S[0]": r"indexing \(B, 2, 3\): expected value\[:, ...\]",
     "S[:, 0, 0]": "indexing: an int removes the last axis",
-    "S[:, 2]": "indexing an axis of size 2: expected start:stop, an int, or None",
+    "S[:, 2]": "indexing an axis of size 2: expected start:stop of ints, an int, or None",
     "S[..., ::2]": "indexing an axis of size 3: expected start:stop",
     "S[:, None, None]": "indexing: expected 1 to 3 axes beside the batch, got 4",
     "S[:, :, :, 0]": r"indexing \(B, 2, 3\): expected",
