@@ -334,7 +334,7 @@ class Step(NamedTuple):
 
 
 def _explain(error: Exception) -> str:
-    """What an exception of Python in a cell says, and what to write."""
+    """Returns what an exception of Python in a cell says, and what to write instead."""
     message = f"{type(error).__name__}: {error}"
     language = sys.modules["hoconv.recurrent"]  # which imports this module
     called = re.match(r"(\w+)\(\) ", str(error))
@@ -353,7 +353,7 @@ def _explain(error: Exception) -> str:
 
 
 def _describe(value: Any) -> str:
-    """What a cell returned, without the text of values."""
+    """Describes what a cell returned, without the text of values."""
     if isinstance(value, tuple | list):
         return f"{type(value).__name__} ({', '.join(map(_describe, value))})"
     if isinstance(value, Symbol):

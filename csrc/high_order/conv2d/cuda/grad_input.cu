@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int c = first; c < last; c += N) {
     const int64_t channel = int64_t{at.g} * t.group_channels + c;
     A window[N][V + K - 1] = {};  // sums for columns w - before ... w + V - 1 + after
-#pragma unroll 1                  // as in apply_tuned
+// Unrolled, it takes so many registers that it is slower.
+#pragma unroll 1
     for (int i = 0; i < K; ++i) {
       const int y = at.h - i + before;
       if (!at.exists || y < 0 || y >= t.H) continue;

@@ -1,4 +1,4 @@
-"""What one call after the other does not show: calls at once, and what stays after each."""
+"""Exploits that one call after the other does not show: calls at once, and memory that stays."""
 
 import ctypes
 import functools
