@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROOMS = ("hoconv", "datamodules", "models", "training")
 # Of named tuples, of configurations, and of modules' own paths in them: documented.
-PUBLIC = {"_fields", "_replace", "_target_"}
+PUBLIC = {"_asdict", "_fields", "_replace", "_target_"}
 
 
 def sources() -> Iterator[ast.Module]:
