@@ -76,6 +76,7 @@ def test_patterns_choose_layers_by_their_names_in_the_start_up_table(run) -> Non
         (("multiplier=mbm16", "gradient=sted"), "gradient: expected one of approx, ste"),
         (("multiplier=mbm16", "skip_first=1"), "skip_first: expected true or false, got 1"),
         (("multiplier=mbm16", "weight_scales=8"), "weight_scales: expected 'tensor' or 'channel'"),
+        (("multiplier=mbm16", "accumulator=8"), "accumulator: expected None, 'saturate:bits=n' or"),
         (("energies=3",), "energies: expected null, or pJ of a multiplication by multiplier"),
         (("energies={mbm17: 3}",), "approx.energies: multiplier: expected one of"),
         (("energies={mbm16: 0}",), "pJ of a multiplication by 'mbm16', a number above 0; got 0"),

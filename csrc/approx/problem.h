@@ -80,6 +80,22 @@ struct Matmul {
   }
 };
 
+// Between which a sum is kept, at each addition.
+struct Limits {
+  int64_t least, most;
+
+  // Those that are given, of int32.
+  static std::optional<Limits> of(std::optional<int64_t> least, std::optional<int64_t> most) {
+    if (!least && !most) return std::nullopt;
+    const Limits limits{least.value_or(INT32_MIN), most.value_or(INT32_MAX)};
+    STD_TORCH_CHECK(
+        INT32_MIN <= limits.least && limits.least <= limits.most && limits.most <= INT32_MAX,
+        "least, most: expected numbers of int32 in ascending order, got ", limits.least, " and ",
+        limits.most);
+    return limits;
+  }
+};
+
 // A matrix product of 8-bit integers whose products come from a table.
 struct TableMatmul {
   int64_t batch, M, K, N;

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "approx/problem.h"
@@ -17,8 +18,11 @@ namespace {
 
 constexpr int64_t kRows = 16;  // rows of a, which share a copy of each row of b
 
-// out (B, M, N) int32, the sum over k of table[a[m, k] mod 256, b[k, n] mod 256].
-Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
+// out (B, M, N) int32, the sum over k of table[a[m, k] mod 256, b[k, n] mod 256]; modulo 2^32, or
+// kept within limits at each addition.
+Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table,
+                    std::optional<int64_t> least, std::optional<int64_t> most) {
+  const std::optional<Limits> limits = Limits::of(least, most);
   const TableMatmul p(a, b, table);
   const int64_t B = p.batch, M = p.M, K = p.K, N = p.N;
   Tensor out = make_tensor(table, {B, M, N});
@@ -41,7 +45,14 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
           const uint8_t factor =
               left[batch * a.stride(0) + (first + m) * a.stride(1) + k * a.stride(2)];
           const int32_t* of_factor = products + 256 * factor;
-          for (int64_t n = 0; n < N; ++n) sums[m * N + n] += of_factor[line[n]];
+          int32_t* row = sums + m * N;
+          if (limits)
+            for (int64_t n = 0; n < N; ++n)
+              row[n] =
+                  std::clamp(int64_t{row[n]} + of_factor[line[n]], limits->least, limits->most);
+          else  // in uint32_t, which may wrap
+            for (int64_t n = 0; n < N; ++n)
+              row[n] = static_cast<uint32_t>(row[n]) + static_cast<uint32_t>(of_factor[line[n]]);
         }
       }
     }

@@ -12,6 +12,8 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <optional>
+#include <type_traits>
 
 #include "approx/problem.h"
 #include "hoconv/cuda_launch.cuh"
@@ -72,17 +74,17 @@ struct Tiles {
   __host__ __device__ int64_t count() const { return p.batch * down * across; }
 
   // Computes the tiles of this block; table[256 * a + b] is the product of a and b.
-  template <typename T>
-  __device__ void compute(const T* table, Stage& stage) const {
+  template <bool limited, typename T>
+  __device__ void compute(const T* table, const Limits& limits, Stage& stage) const {
     for (int64_t tile = blockIdx.x; tile < count(); tile += gridDim.x)
-      compute(table, stage, tile / across / down, tile / across % down * kHeight,
-              tile % across * kWidth);
+      compute<limited>(table, limits, stage, tile / across / down, tile / across % down * kHeight,
+                       tile % across * kWidth);
   }
 
  private:
-  template <typename T>
-  __device__ void compute(const T* table, Stage& stage, int64_t n, int64_t first_row,
-                          int64_t first_column) const {
+  template <bool limited, typename T>
+  __device__ void compute(const T* table, const Limits& limits, Stage& stage, int64_t n,
+                          int64_t first_row, int64_t first_column) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int32_t sum[kRows][columns] = {};
     for (int64_t k = 0; k < p.K; k += kDepth) {
@@ -98,7 +100,13 @@ struct Tiles {
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
 #pragma unroll
-          for (int c = 0; c < columns; ++c) sum[r][c] += table[256 * x.e[r] + y.e[c]];
+          for (int c = 0; c < columns; ++c) {
+            const int32_t product = table[256 * x.e[r] + y.e[c]];
+            if constexpr (limited)
+              sum[r][c] = max(limits.least, min(limits.most, int64_t{sum[r][c]} + product));
+            else
+              sum[r][c] += product;
+          }
       }
     }
     for (int r = 0; r < kRows; ++r)
@@ -110,10 +118,10 @@ struct Tiles {
   }
 };
 
-// `shared`: the table fits the shared memory of a block.
-template <int columns, bool shared>
+// `shared`: the table fits the shared memory of a block; `limited`: sums are kept within limits.
+template <int columns, bool shared, bool limited>
 __global__ void __launch_bounds__(kThreads, 1)
-    multiply(Tiles<columns> tiles, const int32_t* __restrict__ table) {
+    multiply(Tiles<columns> tiles, const int32_t* __restrict__ table, Limits limits) {
   __shared__ typename Tiles<columns>::Stage stage;
   if constexpr (shared) {
     extern __shared__ uint16_t products[];
@@ -125,25 +133,32 @@ __global__ void __launch_bounds__(kThreads, 1)
       products[i] = static_cast<uint16_t>(product);
     }
     if (__syncthreads_and(is_signed))
-      return tiles.compute(reinterpret_cast<const int16_t*>(products), stage);
-    if (__syncthreads_and(is_unsigned)) return tiles.compute(products, stage);
+      return tiles.template compute<limited>(reinterpret_cast<const int16_t*>(products), limits,
+                                             stage);
+    if (__syncthreads_and(is_unsigned))
+      return tiles.template compute<limited>(products, limits, stage);
   }
-  tiles.compute(table, stage);
+  tiles.template compute<limited>(table, limits, stage);
 }
 
-template <int columns, bool shared>
-void launch(const Tiles<columns>& tiles, const int32_t* table, cudaStream_t stream) {
+template <int columns, bool shared, bool limited>
+void launch(const Tiles<columns>& tiles, const int32_t* table, const Limits& limits,
+            cudaStream_t stream) {
   constexpr int bytes = shared ? kTable * sizeof(uint16_t) : 0;
-  const auto kernel = multiply<columns, shared>;
+  const auto kernel = multiply<columns, shared, limited>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const int64_t blocks =
       std::min<int64_t>(tiles.count(), device_attribute(cudaDevAttrMultiProcessorCount));
-  kernel<<<blocks, kThreads, bytes, stream>>>(tiles, table);
+  kernel<<<blocks, kThreads, bytes, stream>>>(tiles, table, limits);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
+// out (B, M, N) int32, the sum over k, in ascending order, of table[a[m, k] mod 256, b[k, n] mod
+// 256]; modulo 2^32, or kept within limits at each addition.
+Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table,
+                    std::optional<int64_t> least, std::optional<int64_t> most) {
   const TableMatmul p(a, b, table);
+  const std::optional<Limits> limits = Limits::of(least, most);
   Tensor out = make_tensor(table, {p.batch, p.M, p.N});
   if (out.numel() == 0) return out;
   const Launch current(a);
@@ -151,19 +166,26 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table) {
                    a.stride(2)};
   const Bytes right{static_cast<const uint8_t*>(b.const_data_ptr()), b.stride(0), b.stride(2),
                     b.stride(1)};
-  const auto multiply_by = [&](auto columns) {
+  const auto multiply_by = [&](auto columns, auto limited) {
     const Tiles<columns> tiles(left, right, static_cast<int32_t*>(out.mutable_data_ptr()), p);
     const auto* products = static_cast<const int32_t*>(table.const_data_ptr());
     constexpr int needed = kTable * sizeof(uint16_t) + sizeof(typename Tiles<columns>::Stage);
+    const Limits kept = limits.value_or(Limits{});
     if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= needed)
-      launch<columns, true>(tiles, products, current.stream);
+      launch<columns, true, limited>(tiles, products, kept, current.stream);
     else
-      launch<columns, false>(tiles, products, current.stream);
+      launch<columns, false, limited>(tiles, products, kept, current.stream);
   };
-  if (p.N > 64)  // wider than a tile of two columns a thread
-    multiply_by(std::integral_constant<int, 4>{});
+  const auto choose_columns = [&](auto limited) {
+    if (p.N > 64)  // wider than a tile of two columns a thread
+      multiply_by(std::integral_constant<int, 4>{}, limited);
+    else
+      multiply_by(std::integral_constant<int, 2>{}, limited);
+  };
+  if (limits)
+    choose_columns(std::true_type{});
   else
-    multiply_by(std::integral_constant<int, 2>{});
+    choose_columns(std::false_type{});
   return out;
 }
 

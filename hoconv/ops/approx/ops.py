@@ -28,6 +28,7 @@ from hoconv.dispatch.registration import (
     register_gradient,
 )
 from hoconv.ops.approx import reference
+from hoconv.ops.approx.accumulators import Accumulator, parse
 from hoconv.ops.approx.first_derivative import refuse_second_derivative
 from hoconv.ops.approx.table_gradients.backward import (
     Operand,
@@ -49,7 +50,7 @@ _MULTIPLIER = "str multiplier, Tensor? entries=None"
 _WINDOWS = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
 _GRIDS = (
     "Tensor scale_a, Tensor zero_a, Tensor scale_b, Tensor zero_b, Tensor table, Tensor? terms_a, "
-    "Tensor? terms_b, bool signed"
+    "Tensor? terms_b, bool signed, str? accumulator"
 )
 # A multiplier has a name, or the entries of a table of mantissas, with which the name is ignored.
 _SCHEMAS = {
@@ -67,8 +68,9 @@ _SCHEMAS = {
     "approx_conv2d_backward_weight":
         f"(Tensor grad, Tensor x, SymInt[] size, {_WINDOWS}, {_MULTIPLIER}) -> Tensor",
     # Bytes a (B, M, K), b (B, K, N), any strides, table (256, 256) int32 of all pairs of them; the
-    # result is (B, M, N) int32.
-    "approx_table_matmul": "(Tensor a, Tensor b, Tensor table) -> Tensor",
+    # result is (B, M, N) int32. At each addition sums are kept within least to most, if given.
+    "approx_table_matmul":
+        "(Tensor a, Tensor b, Tensor table, int? least=None, int? most=None) -> Tensor",
     # float32 grad (B, M, N), bytes a and b, table (256, 256) float32; the result is (B, M, K).
     "approx_table_derivative": "(Tensor grad, Tensor a, Tensor b, Tensor table) -> Tensor",
     # float32 a (B, M, K), b (B, K, N), or x and weight, on grids of integers, each given by its
@@ -119,7 +121,7 @@ def _fake_gradient(grad: Tensor, other: Tensor, size: list[int], *options: Any) 
     return grad.new_empty(size)
 
 
-def _fake_table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
+def _fake_table_matmul(a: Tensor, b: Tensor, table: Tensor, *_: Any) -> Tensor:
     return table.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
@@ -188,7 +190,7 @@ def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *grids, _, terms_a, terms_b = inputs[:9]
     ctx.save_for_backward(*grids, terms_a, terms_b)
     ctx.is_straight_through = terms_a is None and terms_b is None
-    ctx.windows = inputs[10:]  # of a convolution
+    ctx.windows = inputs[11:]  # of a convolution
 
 
 def _differentiate(lookup: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -208,17 +210,28 @@ def _gradients(lookup: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found = of_conv2d(grad, *operands, windows, groups, needed, lookup)
     else:
         found = of_matmul(grad, *operands, needed, lookup)
-    return *found, *(None,) * 12
+    return *found, *(None,) * 13
+
+
+def accumulate(
+    ops: Ops, a: Tensor, b: Tensor, table: Tensor, accumulator: Accumulator | None
+) -> Tensor:
+    """Computes the matrix product of bytes by a table (256, 256), with sums in a register."""
+    if accumulator is None:
+        return ops.table_matmul(a, b, table)
+    limits = accumulator.limits or (None, None)
+    return accumulator.wrap(ops.table_matmul(a, b, table, *limits))
 
 
 def _implement_products_of_grids(impl: str, ops: Ops) -> None:
     def table_product(
         a: Tensor, b: Tensor, scale_a: Tensor, zero_a: Tensor, scale_b: Tensor, zero_b: Tensor,
         table: Tensor, terms_a: Tensor | None, terms_b: Tensor | None, signed: bool,
+        accumulator: str | None,
     ) -> Tensor:  # fmt: skip
         q_a, q_b = integers_of(a, scale_a, zero_a), integers_of(b, scale_b, zero_b)
         dtype = torch.int8 if signed else torch.uint8
-        products = ops.table_matmul(q_a.to(dtype), q_b.to(dtype), table)
+        products = accumulate(ops, q_a.to(dtype), q_b.to(dtype), table, parse(accumulator, signed))
         # The sum of (q_a - zero_a) (q_b - zero_b), whose first term, q_a q_b, is the table's.
         rows = q_a.sum(2, keepdim=True, dtype=torch.int64)
         columns = q_b.sum(1, keepdim=True, dtype=torch.int64)

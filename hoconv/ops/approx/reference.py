@@ -62,15 +62,23 @@ def matmul_derivative(grad: Tensor, a: Tensor, b: Tensor, multiplier: str) -> Te
     return _ordered_sum(products, b.shape[-1], step, torch.zeros_like(a))
 
 
-def table_matmul(a: Tensor, b: Tensor, table: Tensor) -> Tensor:
-    """a (B, M, K) times b (B, K, N) of bytes, whose products are table (256, 256)."""
+def table_matmul(
+    a: Tensor, b: Tensor, table: Tensor, least: int | None = None, most: int | None = None
+) -> Tensor:
+    """a (B, M, K) times b (B, K, N) of bytes, whose products are table (256, 256). Products are
+    added in ascending k; a sum that leaves least to most ends at the limit, at each addition."""
     (B, M, K), N = a.shape, b.shape[2]
     out = table.new_zeros(B, M, N)
+    is_limited = least is not None or most is not None
     step = max(1, _MOST_PRODUCTS // max(B * M * N, 1))
     a, b = (t.int() & 255 for t in (a, b))
     for k in range(0, K, step):
         products = table[a[:, :, k : k + step, None], b[:, None, k : k + step]]  # (B, M, k, N)
-        out += products.sum(2, dtype=torch.int32)
+        if not is_limited:
+            out += products.sum(2, dtype=torch.int32)
+            continue
+        for product in products.unbind(2):
+            out = (out.long() + product).clamp(least, most).int()
     return out
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hoconv.dispatch.implementations import resolve
-from hoconv.ops.approx.ops import OPS
+from hoconv.ops.approx.accumulators import parse
+from hoconv.ops.approx.ops import OPS, accumulate
 from hoconv.ops.approx.reference import Pair, conv2d_by
 from hoconv.ops.approx.sources import table_files
 from hoconv.ops.approx.sources.table_files import Bits, Order
@@ -134,21 +135,28 @@ class LookupTable:
         return self._of_bytes
 
 
-def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto") -> Tensor:
-    """The matrix product of integers whose products come from a table; sums are exact.
+def table_matmul(
+    a: Tensor, b: Tensor, table: LookupTable, *, accumulator: str | None = None, impl: str = "auto"
+) -> Tensor:
+    """The matrix product of integers whose products come from a table.
 
     Args:
         a: (B, M, K), the table's first operand: int8 if the table is signed, else uint8; any
             strides. Of its numbers the table's lowest bits count, as in hardware.
         b: (B, K, N), the second operand; dtype and device of a; any strides.
         table: the table of products.
+        accumulator: what a sum is kept in, while products are added to 0 in ascending k: None, an
+            exact number; ``"saturate:bits=n"``, a register of n bits, signed as the table is, that
+            stays at its limit where an addition would pass it; ``"wrap:bits=n"``, one that keeps
+            its lowest bits. n is from 2 to 32, or to 31 of an unsigned table.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
         (B, M, N), int32.
 
     Raises:
-        ValueError: the shapes do not fit, or a sum of K products could exceed int32.
+        ValueError: the shapes do not fit; an exact sum of K products could exceed int32; there is
+            no such accumulator.
         TypeError: a dtype is not the table's.
         hoconv.dispatch.implementations.ImplementationError: `impl` names one that cannot run here.
     """
@@ -163,9 +171,11 @@ def table_matmul(a: Tensor, b: Tensor, table: LookupTable, *, impl: str = "auto"
             raise TypeError(f"{name}: expected {table.dtype} for {kind} table, got {t.dtype}")
     if b.device != a.device:
         raise ValueError(f"b: expected the device of a, {a.device}, got {b.device}")
-    table.check_sum("a", a.shape[2])
+    register = parse(accumulator, table.signed)
+    if register is None:
+        table.check_sum("a", a.shape[2])
     name = resolve("approx_matmul", impl, a.device.type)
-    return OPS[name].table_matmul(a, b, table.on(a.device))
+    return accumulate(OPS[name], a, b, table.on(a.device), register)
 
 
 def table_multiply(a: Tensor, b: Tensor, table: LookupTable) -> Tensor:

@@ -41,6 +41,8 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
 
     a, b = integers(B, M, K), integers(B, K, N)
     given, fault = table, ""
+    kind, bits = draw.choice((None, "saturate", "wrap")), draw.integer(2, 32 if signed else 31)
+    register = f"{kind}:bits={bits}" if kind and not invalid else None
     if invalid:
         fault = draw.choice(("shape", "dtype", "sum"))
         if fault == "shape":
@@ -55,17 +57,27 @@ def draw(draw: Draw, program: Program, invalid: bool) -> Call:
     nothing = torch.zeros((), device=draw.device)  # added, since programs differentiate a tensor
 
     def function(x: Tensor, impl: str) -> Tensor:
-        return approx.table_matmul(a, b, given, impl=impl) + x
+        return approx.table_matmul(a, b, given, accumulator=register, impl=impl) + x
 
     def exact(x: Tensor) -> Tensor:
         left, right = (
             t.cpu().numpy().astype(np.int64) % size
             for t, size in zip((a, b), products.shape, strict=True)
         )
-        out = products[left[:, :, :, None], right[:, None]].sum(2)
+        terms = products[left[:, :, :, None], right[:, None]]
+        out = terms.sum(2)
+        if register:
+            least = -(1 << bits - 1) if signed else 0
+            out = np.zeros_like(out)
+            for term in np.moveaxis(terms, 2, 0):
+                out = out + term
+                if kind == "wrap":
+                    out = (out - least) % (1 << bits) + least
+                out = out.clip(least, least + (1 << bits) - 1)
         return torch.from_numpy(out).to(torch.int32) + x
 
-    what = f"table_matmul {tuple(a.shape)} {a.stride()} {tuple(b.shape)} {b.stride()} {table.dtype}"
+    sizes = f"{tuple(a.shape)} {a.stride()} {tuple(b.shape)} {b.stride()}"
+    what = f"table_matmul {sizes} {table.dtype} {register}"
     return Call(
         function, exact, [nothing], what, torch.float32, {torch.float32: 0.0}, exact=True,
         in_float32=True, invalid=fault, chains=False,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from hoconv.ops.approx.accumulators import parse
 from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
 from hoconv.ops.approx.layers.quantization import WeightScales, is_per_channel
@@ -55,6 +56,7 @@ def convert(
     skip_first: bool = False,
     gradient: Gradient | None = None,
     weight_scales: WeightScales = "tensor",
+    accumulator: str | None = None,
     impl: str = "auto",
 ) -> Conversion:
     """Replaces convolutions and linear layers of a model, in place, by approximate ones.
@@ -77,7 +79,8 @@ def convert(
         skip_first: leave the first layer, in the order of the model's modules.
         gradient, impl: as for :class:`hoconv.ApproxConv2d`, of all replaced layers. One that was
             approximate gets them too, and has to see the range of its input again.
-        weight_scales: as for :class:`hoconv.approx.TableConv2d`, of multipliers of integers.
+        weight_scales, accumulator: as for :class:`hoconv.approx.TableConv2d`, of multipliers of
+            integers.
 
     Raises:
         ValueError: a pattern fits no layer; an argument that the layers refuse.
@@ -92,6 +95,7 @@ def convert(
         if not isinstance(pattern, str):
             raise TypeError(f"multipliers: expected patterns that are strings, got {pattern!r}")
     per_channel = is_per_channel(weight_scales)
+    parse(accumulator, signed=True)  # refused also where no multiplier is one of integers
     found = {pattern: None if each is None else find(each) for pattern, each in patterns.items()}
     layers: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -122,6 +126,7 @@ def convert(
         replacement = _make(layer, multiplier, gradient, impl)
         if replacement.quantizer is not None:
             replacement.quantizer.per_channel = per_channel
+            replacement.quantizer.choose_accumulator(accumulator)
         made |= dict.fromkeys(own_names, replacement)
         done.replaced |= dict.fromkeys(own_names, str(multiplier))
     for name, layer in made.items():  # after all errors

@@ -22,6 +22,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import autocasts, has_tangent
+from hoconv.ops.approx.accumulators import parse
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.ops.approx.reference import Pair
 from hoconv.ops.approx.table_gradients.choice import choose
@@ -116,18 +117,29 @@ class Quantizer(nn.Module):
         table: the multiplier.
         gradient: what the layer's gradient was chosen to be; see :func:`choose`.
         per_channel: whether the weight has a scale for each channel of the output.
+        accumulator: what sums are kept in; see :func:`hoconv.approx.table_matmul`.
     """
 
     def __init__(self, table: LookupTable, gradient: Any = "ste") -> None:
         super().__init__()
         self.table = table
         self.per_channel = False
+        self.accumulator: str | None = None
         self.input = Observer()
         self.choose_gradient(gradient)
 
     def choose_gradient(self, gradient: Any) -> None:
         """Sets the gradient; errors are those of :func:`choose`."""
         self.gradient, self._derivatives = choose(gradient, self.table)
+
+    def choose_accumulator(self, accumulator: str | None) -> None:
+        """Sets the accumulator; raises ValueError if there is no such one."""
+        parse(accumulator, self.table.signed)
+        self.accumulator = accumulator
+
+    def extra_repr(self) -> str:
+        scales = "channel" if self.per_channel else "tensor"
+        return f"weight_scales={scales!r}, accumulator={self.accumulator!r}"
 
     def has_gradient(self, gradient: Any) -> bool:
         """Returns whether this is the gradient that was chosen. torch.compile can trace it."""
@@ -139,16 +151,17 @@ class Quantizer(nn.Module):
 
     def grids(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, list[Any], Tensor | None]:
         """Returns both operands quantised; what an op is told about them: scales and zero points,
-        products, derivatives, and whether they are signed; and, if the weight has several scales,
-        these: then what is returned of it has the scale 1, so that sums of products are to be
-        multiplied by them."""
+        products, derivatives, whether they are signed, and their accumulator; and, if the weight
+        has several scales, these: then what is returned of it has the scale 1, so that sums of
+        products are to be multiplied by them."""
         x, weight, of_x, (scale, zero_point) = self(x, weight)
         scales = None
         if self.per_channel:
             scales, scale = scale, torch.ones_like(scale[0])
             weight = weight / scales.view(-1, *[1] * (weight.dim() - 1))
         terms = [each and each.on(x.device) for each in self._derivatives]
-        grids = [*of_x, scale, zero_point, self.table.on(x.device), *terms, self.table.signed]
+        grids = [*of_x, scale, zero_point, self.table.on(x.device), *terms]
+        grids += [self.table.signed, self.accumulator]
         return x, weight, grids, scales
 
     def ops(self, x: Tensor, K: int, impl: str) -> Ops:
@@ -157,7 +170,8 @@ class Quantizer(nn.Module):
         They run where ``approx_matmul`` runs, since the same compiled libraries have both. They are
         not declared as operators, since an operator's random samples are not on grids of integers.
         """
-        self.table.check_sum("input", K)
+        if self.accumulator is None:
+            self.table.check_sum("input", K)
         return OPS[resolve("approx_matmul", impl, x.device.type)]
 
     def forward(self, x: Tensor, weight: Tensor) -> Any:

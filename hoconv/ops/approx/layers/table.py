@@ -27,6 +27,9 @@ class TableConv2d(ApproxConv2d):
             range is computed in every call.
         weight_scales: ``"tensor"``: one scale and one zero point for the weight; ``"channel"``: a
             scale for each channel of the output, and the zero point in the middle of the integers.
+        accumulator: what sums of products are kept in, as for :func:`hoconv.approx.table_matmul`;
+            k counts (c, r, s) of the weight. The terms of the zero points and the bias are added
+            to it afterwards, exactly. The gradient is that of an exact sum.
         gradient: as for :class:`hoconv.ApproxConv2d`, of a multiplier of integers.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``, as for ``approx_matmul``: the
             convolution is a matrix product of unfolded windows.
@@ -46,6 +49,7 @@ class TableConv2d(ApproxConv2d):
         observer: Observed = "moving_average",
         momentum: float = 0.01,
         weight_scales: WeightScales = "tensor",
+        accumulator: str | None = None,
         gradient: Gradient = "ste",
         impl: str = "auto",
         stride: int | tuple[int, int] = 1,
@@ -61,6 +65,7 @@ class TableConv2d(ApproxConv2d):
         )  # fmt: skip
         self.quantizer.input = Observer(observer, momentum).to(device)
         self.quantizer.per_channel = is_per_channel(weight_scales)
+        self.quantizer.choose_accumulator(accumulator)
 
 
 class TableLinear(ApproxLinear):
@@ -68,7 +73,8 @@ class TableLinear(ApproxLinear):
 
     Args:
         in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.
-        table, observer, momentum, weight_scales, gradient, impl: as for :class:`TableConv2d`.
+        table, observer, momentum, weight_scales, accumulator, gradient, impl: as for
+            :class:`TableConv2d`.
 
     Shape, state and errors: as of :class:`hoconv.ApproxLinear`.
     """
@@ -84,6 +90,7 @@ class TableLinear(ApproxLinear):
         observer: Observed = "moving_average",
         momentum: float = 0.01,
         weight_scales: WeightScales = "tensor",
+        accumulator: str | None = None,
         gradient: Gradient = "ste",
         impl: str = "auto",
         bias: bool = True,
@@ -95,3 +102,4 @@ class TableLinear(ApproxLinear):
         )  # fmt: skip
         self.quantizer.input = Observer(observer, momentum).to(device)
         self.quantizer.per_channel = is_per_channel(weight_scales)
+        self.quantizer.choose_accumulator(accumulator)

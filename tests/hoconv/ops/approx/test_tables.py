@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hoconv.approx import LookupTable, Observer, TableConv2d, TableLinear, table_matmul
+from hoconv.approx import LookupTable, Observer, TableConv2d, TableLinear, convert, table_matmul
 from hoconv.dispatch.implementations import resolve
 from hoconv.ops.approx.layers import quantization
 from hoconv.ops.approx.operator import MATMUL
@@ -203,6 +203,118 @@ def test_any_table_is_looked_up_by_bytes(
     a = operands(table, B, K, M).mT if transposed else operands(table, B, M, K)
     b = operands(table, B, K, N)
     assert torch.equal(product(a, b, table, variant), looked_up(a, b, table))
+
+
+def in_a_register(products: np.ndarray, text: str, signed: bool) -> np.ndarray:
+    """Adds products (K, ...) one by one in a register of so many bits."""
+    kind, bits = text.split(":bits=")
+    size = 1 << int(bits)
+    least = -size // 2 if signed else 0
+    total = np.zeros(products.shape[1:], np.int64)
+    for product in products.astype(np.int64):
+        total = total + product
+        if kind == "wrap":
+            total = (total - least) % size + least
+        else:
+            total = np.minimum(np.maximum(total, least), least + size - 1)
+    return total
+
+
+@everywhere
+@signs
+@pytest.mark.parametrize(
+    "register", [f"{kind}:bits={bits}" for kind in ("saturate", "wrap") for bits in (9, 16, 31, 32)]
+)
+@pytest.mark.parametrize("most", [3, 2**15 - 1, 2**31 - 1])
+def test_sums_are_kept_in_a_register(
+    variant: Variant, signed: bool, register: str, most: int
+) -> None:
+    if not signed:
+        register = register.replace("32", "31")
+    table = random_table(signed, -most - 1, most)
+    for B, M, K, N in ((2, 9, 70, 5), (1, 3, 33, 131), (1, 1, 0, 2)):
+        a, b = operands(table, B, M, K), operands(table, B, K, N)
+        rows, columns = (t.view(torch.uint8).numpy() for t in (a, b))
+        products = table.products.cpu().numpy()[rows[..., None], columns[:, None]]  # (B, M, K, N)
+        expected = in_a_register(np.moveaxis(products, 2, 0), register, signed)
+        out = table_matmul(
+            a.to(variant.device), b.to(variant.device), table, accumulator=register,
+            impl=variant.impl,
+        )  # fmt: skip
+        assert out.dtype == torch.int32
+        assert np.array_equal(out.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("register", "signed"),
+    [("saturate", True), ("saturate:bits=33", True), ("wrap:bits=32", False), ("wrap:bits=1", True),
+     ("clamp:bits=8", True), ("saturate:keep=8", True), (16, True)],
+)  # fmt: skip
+def test_other_registers_are_refused(register: Any, signed: bool) -> None:
+    message = "^accumulator: expected None, 'saturate:bits=n' or 'wrap:bits=n', n from 2 to 3"
+    table = exact(signed)
+    a, b = operands(table, 1, 2, 3), operands(table, 1, 3, 2)
+    with pytest.raises(ValueError, match=message):
+        table_matmul(a, b, table, accumulator=register)
+    with pytest.raises(ValueError, match=message):
+        TableLinear(2, 3, table=table, accumulator=register)
+    with pytest.raises(ValueError, match=message):
+        convert(nn.Sequential(nn.Linear(2, 3)), table, accumulator=register)
+
+
+@everywhere
+@signs
+@pytest.mark.parametrize("register", ["saturate:bits=9", "wrap:bits=9"])
+def test_terms_of_zero_points_are_added_after_the_register(
+    variant: Variant, signed: bool, register: str
+) -> None:
+    table = random_table(signed, -300, 300)
+    x = (torch.rand(7, 40, device=variant.device) + 1).requires_grad_()
+    layer = TableLinear(40, 6, table=table, accumulator=register, bias=False, impl=variant.impl)
+    layer.to(variant.device)(x).sum().backward()
+    (scale_a, zero_a), (scale_b, zero_b) = layer.quantizer(x, layer.weight)[2:]
+    a, b = (  # integers
+        (t.detach() / scale).round().long() + zero
+        for t, scale, zero in ((x, scale_a, zero_a), (layer.weight.mT, scale_b, zero_b))
+    )
+    limits = (-128, 127) if signed else (0, 255)
+    a, b = a.clamp(*limits), b.clamp(*limits)
+    sums = table_matmul(
+        a[None].to(table.dtype), b[None].to(table.dtype), table, accumulator=register
+    )[0]
+    total = sums.long() - zero_b * a.sum(1, True) - zero_a * b.sum(0) + 40 * zero_a * zero_b
+    expected = (scale_a.double() * scale_b * total).float()
+    out = layer.eval()(x)
+    torch.testing.assert_close(out, expected)
+    unlimited = copy.deepcopy(layer)
+    unlimited.quantizer.choose_accumulator(None)
+    assert not torch.equal(out, unlimited(x))
+    # The gradient is that of an exact sum.
+    found, x.grad = x.grad, None
+    unlimited(x).sum().backward()
+    assert found is not None
+    assert x.grad is not None
+    assert torch.equal(found, x.grad)
+
+
+@everywhere
+def test_a_convolution_adds_in_the_order_of_the_weight(variant: Variant) -> None:
+    table, register = random_table(True, -300, 300), "saturate:bits=10"
+    conv = TableConv2d(4, 6, 3, padding=1, groups=2, table=table, accumulator=register,
+                       impl=variant.impl)  # fmt: skip
+    conv.to(variant.device)
+    x = torch.randn(2, 4, 5, 6, device=variant.device)
+    out = conv(x)
+    assert conv.bias is not None
+    for group in range(2):
+        rows = nn.functional.unfold(x[:, 2 * group : 2 * group + 2], 3, padding=1).mT
+        linear = TableLinear(18, 6, table=table, accumulator=register, impl=variant.impl)
+        linear.to(variant.device)
+        linear.weight.data, linear.bias.data = conv.weight.data.flatten(1), conv.bias.data
+        linear.quantizer.load_state_dict(conv.quantizer.state_dict())
+        mine = slice(3 * group, 3 * group + 3)
+        expected = linear.eval()(rows).mT.unflatten(2, (5, 6))[:, mine]
+        torch.testing.assert_close(out[:, mine], expected)
 
 
 @everywhere
