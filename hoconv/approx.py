@@ -15,6 +15,7 @@ from hoconv.ops.approx.multipliers import MULTIPLIERS as MULTIPLIERS
 from hoconv.ops.approx.operator import conv2d as conv2d
 from hoconv.ops.approx.operator import matmul as matmul
 from hoconv.ops.approx.operator import multiply as multiply
+from hoconv.ops.approx.sources.c_functions import CFunction as CFunction
 from hoconv.ops.approx.sources.find import multiplier as multiplier
 from hoconv.ops.approx.tables import LookupTable as LookupTable
 from hoconv.ops.approx.tables import table_matmul as table_matmul

@@ -31,16 +31,12 @@ class Accumulator:
     least: int
     most: int
 
-    @property
-    def limits(self) -> tuple[int, int] | None:
-        """Between which a sum is kept at each addition; None of a register that wraps."""
-        return (self.least, self.most) if self.saturates else None
-
-    def wrap(self, sums: Tensor) -> Tensor:
-        """Returns exact sums, modulo 2^32 at least, as the register has them, int32."""
+    def keep(self, sums: Tensor) -> Tensor:
+        """Changes sums, int64, to what the register has of them, after an addition; returns them.
+        Of one that wraps also after all."""
         if self.saturates:
-            return sums
-        return (sums.long() - self.least).bitwise_and(self.most - self.least).add(self.least).int()
+            return sums.clamp_(self.least, self.most)
+        return sums.sub_(self.least).bitwise_and_(self.most - self.least).add_(self.least)
 
 
 def parse(text: str | None, signed: bool) -> Accumulator | None:

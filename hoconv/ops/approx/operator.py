@@ -23,7 +23,7 @@ from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.mantissas import MantissaTable
 from hoconv.ops.approx.ops import KERNELS
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
-from hoconv.ops.approx.tables import LookupTable, table_conv2d, table_matmul, table_multiply
+from hoconv.ops.approx.tables import OfIntegers, table_conv2d, table_matmul, table_multiply
 
 # Every implementation gives the same bits.
 _TOLERANCES = {torch.float32: 0.0}
@@ -41,7 +41,7 @@ def multiply(
 
     Args:
         a, b: float32, of shapes that broadcast; any strides. For a multiplier of integers, its
-            dtype: int8 or uint8.
+            dtype: int8 or uint8 of a table, int32 of a function in C.
         multiplier: a name of ``hoconv.approx.MULTIPLIERS``, or what
             :func:`hoconv.approx.multiplier` takes or returns.
         gradient: the kind of gradient, or a pair of kinds, for a and for b. ``"approx"``: the
@@ -51,7 +51,7 @@ def multiply(
 
     Returns:
         float32, of the broadcast shape. Under autocast half-precision inputs are converted. Of
-        integers: int32, without a gradient.
+        integers: int32, or int64 of a function in C, without a gradient.
 
     Raises:
         ValueError: an unknown multiplier or kind of gradient; the shapes do not broadcast.
@@ -66,8 +66,8 @@ def multiply(
             f"b: expected a shape that broadcasts with a's, {tuple(a.shape)}, got {tuple(b.shape)}"
         ) from None
     name = resolve("approx_multiply", impl, a.device.type)
-    if isinstance(multiplier, LookupTable):
-        return table_multiply(a, b, multiplier)
+    if isinstance(multiplier, OfIntegers):
+        return table_multiply(a, b, multiplier, name)
     return MULTIPLY.implementations[name].function(a, b, multiplier, gradient)
 
 
@@ -94,7 +94,7 @@ def matmul(
 
     Returns:
         (..., M, N), float32. Under autocast half-precision inputs are converted. Of integers:
-        int32, without a gradient.
+        int32, or int64 of a function in C, without a gradient.
 
     Raises:
         ValueError: the shapes do not fit; an unknown multiplier or kind of gradient.
@@ -114,7 +114,7 @@ def matmul(
             f"{tuple(b.shape)} for {tuple(a.shape)}"
         )
     name = resolve("approx_matmul", impl, a.device.type)
-    if isinstance(multiplier, LookupTable):
+    if isinstance(multiplier, OfIntegers):
         return _of_matrices(functools.partial(_table_matmul, multiplier, name), a, b)
     return MATMUL.implementations[name].function(a, b, multiplier, gradient)
 
@@ -149,7 +149,7 @@ def conv2d(
 
     Returns:
         (B, O, OH, OW), float32. Under autocast half-precision inputs are converted. Of integers:
-        int32, without a gradient.
+        int32, or int64 of a function in C, without a gradient.
 
     Raises:
         ValueError: a shape or an option does not fit; an unknown multiplier or kind of gradient.
@@ -159,7 +159,7 @@ def conv2d(
     x, weight, multiplier = _check_operands("x", x, "weight", weight, multiplier)
     x, *windows = check_windows(x, weight, stride, padding, dilation, groups)
     name = resolve("approx_conv2d", impl, x.device.type)
-    if isinstance(multiplier, LookupTable):
+    if isinstance(multiplier, OfIntegers):
         return table_conv2d(x, weight, windows, groups, multiplier, name)
     function = CONV2D.implementations[name].function
     return function(x, weight, multiplier, *windows, groups, gradient)
@@ -174,7 +174,7 @@ def _check_operands(
     check_dense(b, b_name)
     dtype, what = torch.float32, "float32, whose bits the multiplier works on"
     fix = "convert it with {0}.float(), or use autocast, which does"
-    if isinstance(multiplier, LookupTable):
+    if isinstance(multiplier, OfIntegers):
         dtype, what = multiplier.dtype, f"{multiplier.dtype}, an operand of {multiplier!r}"
         fix = "use ApproxConv2d or ApproxLinear, which quantise"
     elif autocasts(a.device.type):
@@ -230,7 +230,7 @@ def _matmul(
     return _of_matrices(product, a, b)
 
 
-def _table_matmul(table: LookupTable, impl: str, a: Tensor, b: Tensor) -> Tensor:
+def _table_matmul(table: OfIntegers, impl: str, a: Tensor, b: Tensor) -> Tensor:
     if a.dim() == 2:
         return table_matmul(a[None], b[None], table, impl=impl)[0]
     return table_matmul(a, b, table, impl=impl)

@@ -27,7 +27,7 @@ from hoconv.dispatch.registration import (
     kernels,
     register_gradient,
 )
-from hoconv.ops.approx import reference
+from hoconv.ops.approx import function_products, reference
 from hoconv.ops.approx.accumulators import Accumulator, parse
 from hoconv.ops.approx.first_derivative import refuse_second_derivative
 from hoconv.ops.approx.table_gradients.backward import (
@@ -49,8 +49,8 @@ KERNELS = kernels("approx")
 _MULTIPLIER = "str multiplier, Tensor? entries=None"
 _WINDOWS = "SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, SymInt groups"
 _GRIDS = (
-    "Tensor scale_a, Tensor zero_a, Tensor scale_b, Tensor zero_b, Tensor table, Tensor? terms_a, "
-    "Tensor? terms_b, bool signed, str? accumulator"
+    "Tensor scale_a, Tensor zero_a, Tensor scale_b, Tensor zero_b, Tensor? table, str? function, "
+    "Tensor? terms_a, Tensor? terms_b, bool signed, str? accumulator"
 )
 # A multiplier has a name, or the entries of a table of mantissas, with which the name is ignored.
 _SCHEMAS = {
@@ -73,11 +73,17 @@ _SCHEMAS = {
         "(Tensor a, Tensor b, Tensor table, int? least=None, int? most=None) -> Tensor",
     # float32 grad (B, M, N), bytes a and b, table (256, 256) float32; the result is (B, M, K).
     "approx_table_derivative": "(Tensor grad, Tensor a, Tensor b, Tensor table) -> Tensor",
+    # Integers a and b of equal shapes, or (B, M, K) and (B, K, N), any strides, and the code of a
+    # CFunction; the result is int64. See function_products.py.
+    "approx_function_multiply": "(Tensor a, Tensor b, str function) -> Tensor",
+    "approx_function_matmul":
+        "(Tensor a, Tensor b, str function, bool signed, str? accumulator=None) -> Tensor",
     # float32 a (B, M, K), b (B, K, N), or x and weight, on grids of integers, each given by its
-    # scale and zero point. The products of their integers are the table's. Their gradients have
-    # the terms of table_gradients.tables.GradientTable; without, they are straight-through.
-    "approx_table_product": f"(Tensor a, Tensor b, {_GRIDS}) -> Tensor",
-    "approx_table_conv2d": f"(Tensor x, Tensor weight, {_GRIDS}, {_WINDOWS}) -> Tensor",
+    # scale and zero point. The products of their integers are the table's, or the function's.
+    # Their gradients have the terms of table_gradients.tables.GradientTable; without, they are
+    # straight-through.
+    "approx_integer_product": f"(Tensor a, Tensor b, {_GRIDS}) -> Tensor",
+    "approx_integer_conv2d": f"(Tensor x, Tensor weight, {_GRIDS}, {_WINDOWS}) -> Tensor",
 }  # fmt: skip
 
 
@@ -94,8 +100,10 @@ class Ops:
     conv2d_backward_weight: Op
     table_matmul: Op
     table_derivative: Op
-    table_product: Op
-    table_conv2d: Op
+    function_multiply: Op
+    function_matmul: Op
+    integer_product: Op
+    integer_conv2d: Op
 
 
 def _fake_multiply(a: Tensor, b: Tensor, *_: Any) -> Tensor:
@@ -125,7 +133,15 @@ def _fake_table_matmul(a: Tensor, b: Tensor, table: Tensor, *_: Any) -> Tensor:
     return table.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
-def _fake_table_product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+def _fake_function_multiply(a: Tensor, b: Tensor, function: str) -> Tensor:
+    return torch.empty_like(a, dtype=torch.int64, memory_format=torch.contiguous_format)
+
+
+def _fake_function_matmul(a: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2], dtype=torch.int64)
+
+
+def _fake_integer_product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
     return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
@@ -133,7 +149,7 @@ def _fake_table_derivative(grad: Tensor, a: Tensor, *_: Any) -> Tensor:
     return grad.new_empty(a.shape)
 
 
-def _fake_table_conv2d(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+def _fake_integer_conv2d(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
     stride, padding, dilation, _ = args[-4:]
     return _fake_conv2d(x, weight, stride, padding, dilation)
 
@@ -148,8 +164,10 @@ _FAKES = {
     "approx_conv2d_backward_weight": _fake_gradient,
     "approx_table_matmul": _fake_table_matmul,
     "approx_table_derivative": _fake_table_derivative,
-    "approx_table_product": _fake_table_product,
-    "approx_table_conv2d": _fake_table_conv2d,
+    "approx_function_multiply": _fake_function_multiply,
+    "approx_function_matmul": _fake_function_matmul,
+    "approx_integer_product": _fake_integer_product,
+    "approx_integer_conv2d": _fake_integer_conv2d,
 }
 
 
@@ -160,7 +178,7 @@ def _register(impl: str) -> Ops:
         for name, schema in _SCHEMAS.items()
     ]
     ops = Ops(*defined)
-    of_grids = (ops.table_product, ops.table_conv2d)
+    of_grids = (ops.integer_product, ops.integer_conv2d)
     for op in defined:
         if op not in of_grids:
             register_gradient(_library, op, _refuse, lambda *_: None, _refuse)
@@ -172,6 +190,8 @@ def _register(impl: str) -> Ops:
         _implement("approx_table_derivative", impl, reference.table_derivative)
     # The same for all implementations: it sums nothing, and PyTorch is fast enough.
     _implement("approx_multiply_derivative", impl, reference.multiply_derivative)
+    _implement("approx_function_multiply", impl, function_products.multiply)
+    _implement("approx_function_matmul", impl, function_products.matmul)
     return ops
 
 
@@ -187,10 +207,10 @@ def _refuse_tangents(*_: Any) -> Any:
 
 
 def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *grids, _, terms_a, terms_b = inputs[:9]
+    *grids, _, _, terms_a, terms_b = inputs[:10]
     ctx.save_for_backward(*grids, terms_a, terms_b)
     ctx.is_straight_through = terms_a is None and terms_b is None
-    ctx.windows = inputs[11:]  # of a convolution
+    ctx.windows = inputs[12:]  # of a convolution
 
 
 def _differentiate(lookup: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -210,43 +230,48 @@ def _gradients(lookup: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found = of_conv2d(grad, *operands, windows, groups, needed, lookup)
     else:
         found = of_matmul(grad, *operands, needed, lookup)
-    return *found, *(None,) * 13
+    return *found, *(None,) * 14
 
 
 def accumulate(
     ops: Ops, a: Tensor, b: Tensor, table: Tensor, accumulator: Accumulator | None
 ) -> Tensor:
-    """Computes the matrix product of bytes by a table (256, 256), with sums in a register."""
+    """Computes the matrix product of bytes by a table (256, 256); `accumulator` has its sums."""
     if accumulator is None:
         return ops.table_matmul(a, b, table)
-    limits = accumulator.limits or (None, None)
-    return accumulator.wrap(ops.table_matmul(a, b, table, *limits))
+    if accumulator.saturates:
+        return ops.table_matmul(a, b, table, accumulator.least, accumulator.most)
+    return accumulator.keep(ops.table_matmul(a, b, table).long()).int()
 
 
 def _implement_products_of_grids(impl: str, ops: Ops) -> None:
-    def table_product(
+    def integer_product(
         a: Tensor, b: Tensor, scale_a: Tensor, zero_a: Tensor, scale_b: Tensor, zero_b: Tensor,
-        table: Tensor, terms_a: Tensor | None, terms_b: Tensor | None, signed: bool,
-        accumulator: str | None,
+        table: Tensor | None, function: str | None, terms_a: Tensor | None, terms_b: Tensor | None,
+        signed: bool, accumulator: str | None,
     ) -> Tensor:  # fmt: skip
         q_a, q_b = integers_of(a, scale_a, zero_a), integers_of(b, scale_b, zero_b)
-        dtype = torch.int8 if signed else torch.uint8
-        products = accumulate(ops, q_a.to(dtype), q_b.to(dtype), table, parse(accumulator, signed))
-        # The sum of (q_a - zero_a) (q_b - zero_b), whose first term, q_a q_b, is the table's.
+        if function is not None:
+            products = ops.function_matmul(q_a, q_b, function, signed, accumulator)
+        else:
+            assert table is not None
+            dtype, register = torch.int8 if signed else torch.uint8, parse(accumulator, signed)
+            products = accumulate(ops, q_a.to(dtype), q_b.to(dtype), table, register)
+        # The sum of (q_a - zero_a) (q_b - zero_b), of which `products` is the first term, q_a q_b.
         rows = q_a.sum(2, keepdim=True, dtype=torch.int64)
         columns = q_b.sum(1, keepdim=True, dtype=torch.int64)
         total = products - zero_b * rows - zero_a * columns + a.shape[2] * zero_a.long() * zero_b
         return (scale_a.double() * scale_b * total).float()
 
-    def table_conv2d(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+    def integer_conv2d(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
         *grids, stride, padding, dilation, groups = args
         windows = stride, padding, dilation
         return reference.conv2d_by(
-            lambda a, b: table_product(a, b, *grids), x, weight, windows, groups
+            lambda a, b: integer_product(a, b, *grids), x, weight, windows, groups
         )
 
-    _implement("approx_table_product", impl, table_product)
-    _implement("approx_table_conv2d", impl, table_conv2d)
+    _implement("approx_integer_product", impl, integer_product)
+    _implement("approx_integer_conv2d", impl, integer_conv2d)
 
 
 def _implement(name: str, impl: str, function: Callable[..., Tensor]) -> None:
@@ -263,7 +288,10 @@ def _implement(name: str, impl: str, function: Callable[..., Tensor]) -> None:
 
 # Implementation -> its ops.
 OPS = {impl: _register(impl) for impl in ("reference", "cpp", "cuda")}
-_OF_EVERY_IMPL = {"approx_multiply_derivative", "approx_table_product", "approx_table_conv2d"}
+_OF_EVERY_IMPL = {
+    "approx_multiply_derivative", "approx_function_multiply", "approx_function_matmul",
+    "approx_integer_product", "approx_integer_conv2d",
+}  # fmt: skip
 for _name in _SCHEMAS.keys() - _OF_EVERY_IMPL:
     _implement(_name, "reference", getattr(reference, _name.removeprefix("approx_")))
 

@@ -17,6 +17,7 @@ from hoconv.ops.approx.accumulators import parse
 from hoconv.ops.approx.ops import OPS, accumulate
 from hoconv.ops.approx.reference import Pair, conv2d_by
 from hoconv.ops.approx.sources import table_files
+from hoconv.ops.approx.sources.c_functions import CFunction
 from hoconv.ops.approx.sources.table_files import Bits, Order
 
 _SIDE = 256  # rows and columns of the table that kernels read: of all bytes
@@ -125,6 +126,10 @@ class LookupTable:
         """The dtype of the operands."""
         return torch.int8 if self.signed else torch.uint8
 
+    def for_op(self, device: torch.device) -> tuple[Tensor | None, str | None]:
+        """Returns the multiplier as ops take it: a table, or the code of a function."""
+        return self.on(device), None
+
     def on(self, device: torch.device) -> Tensor:
         """Returns the products of all pairs of bytes, which repeat those of fewer bits: (256, 256)
         int32, on a device, where they are kept."""
@@ -135,16 +140,19 @@ class LookupTable:
         return self._of_bytes
 
 
+OfIntegers = LookupTable | CFunction
+
+
 def table_matmul(
-    a: Tensor, b: Tensor, table: LookupTable, *, accumulator: str | None = None, impl: str = "auto"
+    a: Tensor, b: Tensor, table: OfIntegers, *, accumulator: str | None = None, impl: str = "auto"
 ) -> Tensor:
-    """The matrix product of integers whose products come from a table.
+    """The matrix product of integers whose products come from a table or from a function in C.
 
     Args:
-        a: (B, M, K), the table's first operand: int8 if the table is signed, else uint8; any
-            strides. Of its numbers the table's lowest bits count, as in hardware.
+        a: (B, M, K), the table's first operand: int8 if the table is signed, else uint8; int32 of a
+            function; any strides. Of its numbers the operand's lowest bits count, as in hardware.
         b: (B, K, N), the second operand; dtype and device of a; any strides.
-        table: the table of products.
+        table: the table of products, or the function.
         accumulator: what a sum is kept in, while products are added to 0 in ascending k: None, an
             exact number; ``"saturate:bits=n"``, a register of n bits, signed as the table is, that
             stays at its limit where an addition would pass it; ``"wrap:bits=n"``, one that keeps
@@ -152,7 +160,7 @@ def table_matmul(
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
-        (B, M, N), int32.
+        (B, M, N), int32; int64 of a function.
 
     Raises:
         ValueError: the shapes do not fit; an exact sum of K products could exceed int32; there is
@@ -167,27 +175,33 @@ def table_matmul(
         )
     for name, t in (("a", a), ("b", b)):
         if t.dtype != table.dtype:
-            kind = "a signed" if table.signed else "an unsigned"
-            raise TypeError(f"{name}: expected {table.dtype} for {kind} table, got {t.dtype}")
+            kind = "a signed table" if table.signed else "an unsigned table"
+            kind = "a function" if isinstance(table, CFunction) else kind
+            raise TypeError(f"{name}: expected {table.dtype} for {kind}, got {t.dtype}")
     if b.device != a.device:
         raise ValueError(f"b: expected the device of a, {a.device}, got {b.device}")
     register = parse(accumulator, table.signed)
     if register is None:
         table.check_sum("a", a.shape[2])
-    name = resolve("approx_matmul", impl, a.device.type)
-    return accumulate(OPS[name], a, b, table.on(a.device), register)
+    ops = OPS[resolve("approx_matmul", impl, a.device.type)]
+    if isinstance(table, CFunction):
+        return ops.function_matmul(a, b, table.code, table.signed, accumulator)
+    return accumulate(ops, a, b, table.on(a.device), register)
 
 
-def table_multiply(a: Tensor, b: Tensor, table: LookupTable) -> Tensor:
-    """Returns the products of integers a and b of shapes that broadcast, int32."""
+def table_multiply(a: Tensor, b: Tensor, table: OfIntegers, impl: str) -> Tensor:
+    """Returns the products of integers a and b of shapes that broadcast, int32 or int64."""
+    if isinstance(table, CFunction):
+        a, b = (t.contiguous() for t in torch.broadcast_tensors(a, b))
+        return OPS[impl].function_multiply(a, b, table.code)
     a, b = (t.int() & (_SIDE - 1) for t in (a, b))
     return table.on(a.device)[a, b]
 
 
 def table_conv2d(
-    x: Tensor, weight: Tensor, windows: Sequence[Pair], groups: int, table: LookupTable, impl: str
+    x: Tensor, weight: Tensor, windows: Sequence[Pair], groups: int, table: OfIntegers, impl: str
 ) -> Tensor:
-    """The convolution of integers x (B, C, H, W) with weight (O, C / G, R, S), int32.
+    """The convolution of integers x (B, C, H, W) with weight (O, C / G, R, S), int32 or int64.
 
     Args:
         windows: stride, padding with zeros, dilation.
@@ -196,4 +210,5 @@ def table_conv2d(
     def product(a: Tensor, b: Tensor) -> Tensor:
         return table_matmul(a.to(table.dtype), b.to(table.dtype), table, impl=impl)
 
-    return conv2d_by(product, x.float(), weight, windows, groups)  # PyTorch unfolds floats alone
+    real = x.double() if x.dtype == torch.int32 else x.float()  # PyTorch unfolds floats alone
+    return conv2d_by(product, real, weight, windows, groups)

@@ -20,6 +20,7 @@ from hoconv.ops.approx.gradients import Gradient, kinds
 from hoconv.ops.approx.layers.quantization import Quantizer, quantized_conv2d, quantized_linear
 from hoconv.ops.approx.mantissas import MantissaTable
 from hoconv.ops.approx.operator import CONV2D, MATMUL, check_derivative, conv2d, matmul
+from hoconv.ops.approx.sources.c_functions import CFunction
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
 from hoconv.ops.approx.tables import LookupTable
 
@@ -190,7 +191,7 @@ def _choose(
     """Returns the multiplier; the gradient, by default that of the kind of multiplier; and what
     quantises the operands of one of integers."""
     found = find(multiplier)
-    if isinstance(found, LookupTable):
+    if isinstance(found, LookupTable | CFunction):
         quantizer = Quantizer(found, "ste" if gradient is None else gradient).to(device)
         return found, quantizer.gradient, quantizer
     gradient = "approx" if gradient is None else gradient
@@ -203,11 +204,12 @@ def _choose(
 def _check_unchanged(layer: ApproxConv2d | ApproxLinear) -> None:
     """Checks that a layer quantises for the multiplier that it has, if that is one of integers; its
     gradient may become another."""
-    table = layer.quantizer and layer.quantizer.table
-    if layer.multiplier is not table and (table or isinstance(layer.multiplier, LookupTable)):
+    own = layer.quantizer and layer.quantizer.multiplier
+    of_integers = isinstance(layer.multiplier, LookupTable | CFunction)
+    if layer.multiplier is not own and (own or of_integers):
         raise ValueError(
             f"multiplier: cannot become {layer.multiplier!r} in a layer that was made for "
-            f"{table or 'floats'}; make a new one"
+            f"{own or 'floats'}; make a new one"
         )
     if layer.quantizer and not layer.quantizer.has_gradient(layer.gradient):
         layer.quantizer.choose_gradient(layer.gradient)

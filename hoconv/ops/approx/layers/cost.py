@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
-from hoconv.ops.approx.mantissas import MantissaTable
-from hoconv.ops.approx.sources.find import find
+from hoconv.ops.approx.sources.c_functions import CFunction
+from hoconv.ops.approx.sources.find import Found, find
 from hoconv.ops.approx.tables import LookupTable
 
 _TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
@@ -150,11 +150,13 @@ def energy_by_multiplier(energies: Mapping[Any, float]) -> dict[Hashable, float]
     return found
 
 
-def _identity(multiplier: str | LookupTable | MantissaTable) -> Hashable:
-    """Returns what is equal of the same multipliers: a name; or the products and where they are
-    from, wherever the folder of a file is said to be."""
+def _identity(multiplier: str | Found) -> Hashable:
+    """Returns what is equal of the same multipliers: a name; or the products, or the code, and
+    where they are from, wherever the folder of a file is said to be."""
     if isinstance(multiplier, str):
         return multiplier
+    if isinstance(multiplier, CFunction):
+        return multiplier.bits, multiplier.signed, multiplier.path.name, multiplier.code
     if isinstance(multiplier, LookupTable):
         products, kind = multiplier.products, multiplier.signed
     else:
@@ -230,7 +232,8 @@ def _of_layer(
 ) -> LayerCost:
     is_approximate = isinstance(layer, ApproxConv2d | ApproxLinear)
     multiplier = layer.multiplier if is_approximate else "exact"
-    figures = multiplier.figures if isinstance(multiplier, LookupTable) else {}
+    of_integers = isinstance(multiplier, LookupTable | CFunction)
+    figures = multiplier.figures if of_integers else {}
     power, delay = figures.get(_POWER), figures.get(_DELAY)
     energy = known.get(_identity(multiplier))
     if energy is None and power is not None and delay is not None:

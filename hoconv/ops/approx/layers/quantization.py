@@ -1,10 +1,10 @@
-"""Products of tensors with affine quantisation to 2 to 8 bits, by a look-up table.
+"""Products of tensors with affine quantisation, by a multiplier of integers.
 
-A real number x is scale * (q - zero_point), q an integer of the table, with one scale and one zero
-point per tensor; or, of a weight, with a scale for each channel of the output and a zero point in
-the middle of the integers. The range always includes 0, which has an exact q. Gradients are those
-of the product of the quantised numbers, exact or by a table of derivatives, and zero for numbers
-out of range.
+A real number x is scale * (q - zero_point), q an integer of the multiplier, with one scale and one
+zero point per tensor; or, of a weight, with a scale for each channel of the output and a zero point
+in the middle of the integers. The range always includes 0, which has an exact q. Gradients are
+those of the product of the quantised numbers, exact or by a table of derivatives, and zero for
+numbers out of range.
 
 B batch, C channels of the input, O of the output, G groups, R x S the kernel; N columns of a matrix
 product, K what it sums over.
@@ -25,6 +25,7 @@ from hoconv.dispatch.registration import autocasts, has_tangent
 from hoconv.ops.approx.accumulators import parse
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.ops.approx.reference import Pair
+from hoconv.ops.approx.sources.c_functions import CFunction
 from hoconv.ops.approx.table_gradients.choice import choose
 from hoconv.ops.approx.tables import LookupTable
 
@@ -114,15 +115,15 @@ class Quantizer(nn.Module):
     """Quantises the input and the weight of a layer; tracks the input's range in training.
 
     Attributes:
-        table: the multiplier.
+        multiplier: of integers.
         gradient: what the layer's gradient was chosen to be; see :func:`choose`.
         per_channel: whether the weight has a scale for each channel of the output.
         accumulator: what sums are kept in; see :func:`hoconv.approx.table_matmul`.
     """
 
-    def __init__(self, table: LookupTable, gradient: Any = "ste") -> None:
+    def __init__(self, multiplier: LookupTable | CFunction, gradient: Any = "ste") -> None:
         super().__init__()
-        self.table = table
+        self.multiplier = multiplier
         self.per_channel = False
         self.accumulator: str | None = None
         self.input = Observer()
@@ -130,11 +131,11 @@ class Quantizer(nn.Module):
 
     def choose_gradient(self, gradient: Any) -> None:
         """Sets the gradient; errors are those of :func:`choose`."""
-        self.gradient, self._derivatives = choose(gradient, self.table)
+        self.gradient, self._derivatives = choose(gradient, self.multiplier)
 
     def choose_accumulator(self, accumulator: str | None) -> None:
         """Sets the accumulator; raises ValueError if there is no such one."""
-        parse(accumulator, self.table.signed)
+        parse(accumulator, self.multiplier.signed)
         self.accumulator = accumulator
 
     def extra_repr(self) -> str:
@@ -160,8 +161,8 @@ class Quantizer(nn.Module):
             scales, scale = scale, torch.ones_like(scale[0])
             weight = weight / scales.view(-1, *[1] * (weight.dim() - 1))
         terms = [each and each.on(x.device) for each in self._derivatives]
-        grids = [*of_x, scale, zero_point, self.table.on(x.device), *terms]
-        grids += [self.table.signed, self.accumulator]
+        grids = [*of_x, scale, zero_point, *self.multiplier.for_op(x.device), *terms]
+        grids += [self.multiplier.signed, self.accumulator]
         return x, weight, grids, scales
 
     def ops(self, x: Tensor, K: int, impl: str) -> Ops:
@@ -171,7 +172,7 @@ class Quantizer(nn.Module):
         not declared as operators, since an operator's random samples are not on grids of integers.
         """
         if self.accumulator is None:
-            self.table.check_sum("input", K)
+            self.multiplier.check_sum("input", K)
         return OPS[resolve("approx_matmul", impl, x.device.type)]
 
     def forward(self, x: Tensor, weight: Tensor) -> Any:
@@ -187,7 +188,7 @@ class Quantizer(nn.Module):
             self.input(x.detach())
         if not self.input.least.is_meta:
             self._check_range()
-        signed, (bits_of_x, bits_of_weight) = self.table.signed, self.table.bits
+        signed, (bits_of_x, bits_of_weight) = self.multiplier.signed, self.multiplier.bits
         of_x = affine(self.input.least, self.input.most, bits_of_x, signed)
         x = self._quantize(x, *of_x, bits_of_x)
         if not self.per_channel:
@@ -221,7 +222,7 @@ class Quantizer(nn.Module):
     def _quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
         if x.is_meta:  # PyTorch's op has no implementation for meta tensors
             return x.clone()
-        grid = limits(bits, self.table.signed)
+        grid = limits(bits, self.multiplier.signed)
         try:
             if scale.dim():
                 return torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, *grid)
@@ -245,7 +246,7 @@ def quantized_conv2d(
     """
     x, weight, grids, scales = quantizer.grids(x, weight)
     ops = quantizer.ops(x, math.prod(weight.shape[1:]), impl)
-    out = ops.table_conv2d(x, weight, *grids, *windows, groups)
+    out = ops.integer_conv2d(x, weight, *grids, *windows, groups)
     return out if scales is None else out * scales.view(-1, 1, 1)
 
 
@@ -256,6 +257,6 @@ def quantized_linear(x: Tensor, weight: Tensor, quantizer: Quantizer, impl: str)
     """
     x, weight, grids, scales = quantizer.grids(x, weight)
     rows = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
-    out = quantizer.ops(x, x.shape[-1], impl).table_product(rows, weight.mT[None], *grids)
+    out = quantizer.ops(x, x.shape[-1], impl).integer_product(rows, weight.mT[None], *grids)
     out = out.reshape(*x.shape[:-1], weight.shape[0])
     return out if scales is None else out * scales

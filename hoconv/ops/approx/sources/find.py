@@ -15,20 +15,22 @@ from hoconv.ops.approx import mantissas
 from hoconv.ops.approx.mantissas import FAMILIES, MantissaTable, of_family
 from hoconv.ops.approx.multipliers import MULTIPLIERS
 from hoconv.ops.approx.sources import c_functions
-from hoconv.ops.approx.sources.table_files import Bits, Order, integers, pair_of_bits
+from hoconv.ops.approx.sources.c_functions import MOST_OF_FUNCTIONS, CFunction
+from hoconv.ops.approx.sources.table_files import MOST, Bits, Order, integers, pair_of_bits
 from hoconv.ops.approx.tables import LookupTable
 
-AnyMultiplier = str | os.PathLike[str] | LookupTable | MantissaTable
+Found = LookupTable | CFunction | MantissaTable
+AnyMultiplier = str | os.PathLike[str] | Found
 
 
-def find(multiplier: AnyMultiplier) -> str | LookupTable | MantissaTable:
-    """Returns a multiplier: one with a kernel of its own as its name, any other as its table. A
-    file is read once, unless it changes.
+def find(multiplier: AnyMultiplier) -> str | Found:
+    """Returns a multiplier: one with a kernel of its own as its name, any other as its table or
+    function. A file is read once, unless it changes.
 
     Raises:
         ValueError: no multiplier has this name; there is no such file, or it holds none.
     """
-    if isinstance(multiplier, LookupTable | MantissaTable):
+    if isinstance(multiplier, Found):
         return multiplier
     if isinstance(multiplier, str):
         if multiplier in MULTIPLIERS:
@@ -51,7 +53,7 @@ def find(multiplier: AnyMultiplier) -> str | LookupTable | MantissaTable:
 
 
 @functools.cache
-def _read(path: str, *state: int) -> LookupTable | MantissaTable:
+def _read(path: str, *state: int) -> Found:
     return multiplier(path)
 
 
@@ -62,13 +64,14 @@ def multiplier(
     signed: bool | None = None,
     order: Order | None = None,
     mantissa_bits: int | None = None,
-) -> LookupTable | MantissaTable:
+) -> Found:
     """Returns the multiplier that a file or a function defines.
 
     Of integers, it is the table of all products:
 
     - a ``.c`` file with a function of two integers, as those of EvoApproxLib:
-      ``uint16_t mul8u_1JFF(uint8_t A, uint8_t B)``. It is compiled and called for all pairs;
+      ``uint16_t mul8u_1JFF(uint8_t A, uint8_t B)``. It is compiled and called for all pairs. Of 9
+      to 16 bits, a :class:`hoconv.approx.CFunction`, which is called at every product;
     - a table in a file (:meth:`hoconv.approx.LookupTable.load`);
     - a Python function of integers a (2^p, 1) and b (1, 2^q), int64, that returns their products
       (2^p, 2^q). It is the definition, from which the table is made.
@@ -82,16 +85,16 @@ def multiplier(
 
     Args:
         source: a path or a function.
-        bits: of integers, 2 to 8: one number, or a pair (p, q). Of a C function by default as its
-            name says, else as its types are.
+        bits: of integers, 2 to 8, or to 16 of a C function: one number, or a pair (p, q). Of a C
+            function by default as its name says, else as its types are, of up to 8 bits.
         signed: whether integers are signed. Of a C function by default as its name says, else as
             its types are.
         order: of a table in a file, as for :meth:`hoconv.approx.LookupTable.load`.
         mantissa_bits: n, 1 to 11.
 
     Returns:
-        The table. The `figures` of one of integers are those of a C file's comments, as
-        EvoApproxLib writes them: errors (``MAE``, ``WCE``, ...), ``PDK45_PWR`` in mW,
+        The table or the function. The `figures` of one of integers are those of a C file's
+        comments, as EvoApproxLib writes them: errors (``MAE``, ``WCE``, ...), ``PDK45_PWR`` in mW,
         ``PDK45_AREA`` in um2, ``PDK45_DELAY`` in ns.
 
     Raises:
@@ -140,11 +143,14 @@ def _of_floats(function: Callable[..., Any], bits: int, origin: str) -> Mantissa
     return table
 
 
-def _of_c(path: Path, bits: Bits | None, signed: bool | None) -> LookupTable:
-    pair = None if bits is None else pair_of_bits(bits)
+def _of_c(path: Path, bits: Bits | None, signed: bool | None) -> LookupTable | CFunction:
+    pair = None if bits is None else pair_of_bits(bits, most=MOST_OF_FUNCTIONS)
     function = c_functions.load(path, pair, signed)
+    if max(function.bits) > MOST:
+        function.check()
+        return function
     return LookupTable(
-        function.tabulate(), signed=function.signed, origin=f"{path}, compiled",
+        function.tabulate(), signed=function.signed, origin=function.origin,
         figures=function.figures,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoconv.ops.approx.sources.c_functions import CFunction
 from hoconv.ops.approx.sources.names import value_of
 from hoconv.ops.approx.table_gradients.tables import GradientTable, difference
 from hoconv.ops.approx.tables import LookupTable
@@ -20,7 +21,9 @@ _FILES = (".npy", ".txt", ".csv")
 Choice = tuple[str | GradientTable, str | GradientTable]
 
 
-def choose(gradient: Any, table: LookupTable) -> tuple[str | Choice, list[GradientTable | None]]:
+def choose(
+    gradient: Any, multiplier: LookupTable | CFunction
+) -> tuple[str | Choice, list[GradientTable | None]]:
     """Returns a choice with its tables made, and the table of each operand; None for ``"ste"``.
 
     Args:
@@ -29,12 +32,18 @@ def choose(gradient: Any, table: LookupTable) -> tuple[str | Choice, list[Gradie
 
     Raises:
         ValueError: `gradient` is none of these; a table has another shape, or numbers that are
-            not finite.
+            not finite; the multiplier is a function and has no differences.
         TypeError: `gradient` is neither a string nor a sequence; a table is not of numbers.
     """
+    if isinstance(gradient, str) and gradient == "ste":
+        return gradient, [None, None]
+    if isinstance(multiplier, CFunction):
+        raise ValueError(
+            f"gradient: expected 'ste' for {multiplier!r}, which is no table; got "
+            f"{describe(gradient)}"
+        )
+    table = multiplier
     if isinstance(gradient, str):
-        if gradient == "ste":
-            return gradient, [None, None]
         if _window(gradient) is not None:
             return gradient, [_find(gradient, table, operand) for operand in range(2)]
     elif isinstance(gradient, Sequence) and len(gradient) == 2:

@@ -204,7 +204,7 @@ SIGNATURE = "uint16_t mul8u_T(uint8_t A, uint8_t B) "
         ("", r"mul8u_T\.c: expected one function of two integers, or one .*; it has none$"),
         ("int a(int b) {}\nint c(int d) {}", r"expected one function .*; it has a\(int\), c\(int"),
         (SIGNATURE + "{\n  return A * C;\n}", r"mul8u_T\.c, line 2: does not compile as C\+\+: "),
-        (SIGNATURE + "{ return A * B; ", r"mul8u_T\.c, line \d: does not compile as C\+\+: expec"),
+        (SIGNATURE + "{ return A * B; ", r"mul8u_T\.c, line \d: does not compile as C\+\+: a fun"),
         ('#include "own.h"\n' + SIGNATURE + "{ return 0; }", r", line 1: does not .* own\.h"),
         ("\n\n" + SIGNATURE + "{\n  static int n;\n  return n++;\n}",
          r"mul8u_T\.c, line 4: a static variable, 'static int n;'; expected a function of its"),
@@ -218,9 +218,7 @@ SIGNATURE = "uint16_t mul8u_T(uint8_t A, uint8_t B) "
         ("int mul8u_T(int8_t A, int8_t B) { return A * B; }",
          r"line 1: unsigned numbers of 8 and 8 bits do not fit int8_t and int8_t; give signed=T"),
         ("int mul12u(uint8_t A, uint8_t B) { return A * B; }",
-         r"expected operands of 2 to 8 bits that uint8_t and uint8_t hold, got 12 and 12 bits$"),
-        ("uint32_t mul9u(uint16_t A, uint16_t B) { return A * B; }",
-         r"line 1: expected operands of 2 to 8 bits that uint16_t and uint16_t hold, got 9 and 9"),
+         r"expected operands of 2 to 16 bits that uint8_t and uint8_t hold, got 12 and 12 bits$"),
     ],
 )  # fmt: skip
 def test_wrong_sources_are_refused_in_one_line(tmp_path: Path, source: str, message: str) -> None:

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hoconv.approx import LookupTable, Observer, TableConv2d, TableLinear, convert, table_matmul
+from hoconv.approx import (
+    LookupTable,
+    Observer,
+    TableConv2d,
+    TableLinear,
+    convert,
+    multiplier,
+    table_matmul,
+)
 from hoconv.dispatch.implementations import resolve
 from hoconv.ops.approx.layers import quantization
 from hoconv.ops.approx.operator import MATMUL
@@ -349,12 +357,19 @@ def test_large_products_of_tables_of_every_width(
 # opcheck looks at the gradients of views among its inputs.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @everywhere
-def test_torch_library_finds_no_fault(variant: Variant) -> None:
+def test_torch_library_finds_no_fault(variant: Variant, tmp_path: Path) -> None:
     table = random_table(True)
     ops, device = OPS[variant.impl], torch.device(variant.device)
     a, b = (operands(table, *shape).to(device) for shape in ((2, 3, 4), (2, 4, 5)))
     products, slopes = table.on(device), torch.randn(256, 256, device=device)
     torch.library.opcheck(ops.table_matmul.overload, (a, b, products))
+    torch.library.opcheck(ops.table_matmul.overload, (a, b, products, -9, 90))
+    source = tmp_path / "mul12s.c"
+    source.write_text("int32_t mul12s(int16_t a, int16_t b) { return a * b; }")
+    code = multiplier(source).code  # pyright: ignore[reportAttributeAccessIssue]
+    given = a.int(), b.int(), code, True
+    torch.library.opcheck(ops.function_matmul.overload, (*given, "wrap:bits=9"))
+    torch.library.opcheck(ops.function_multiply.overload, (given[0], given[0] + 1, code))
     grad = torch.randn(2, 3, 5, device=device)
     a, b = (t.view(torch.uint8) for t in (a, b))
     torch.library.opcheck(ops.table_derivative.overload, (grad, a, b, slopes))
@@ -364,10 +379,13 @@ def test_torch_library_finds_no_fault(variant: Variant) -> None:
         for shape in ((2, 3, 4), (2, 4, 5), (2, 4, 5, 6), (6, 2, 3, 3))
     )
     windows = [1, 2], [1, 0], [1, 1], 2
-    for terms in ((None, None), (slopes[:1], slopes[:2]), (slopes, None)):
-        given = *grid, *grid, products, *terms, True
-        torch.library.opcheck(ops.table_conv2d.overload, (x, weight, *given, *windows))
-        torch.library.opcheck(ops.table_product.overload, (left, right, *given))
+    for of, *terms in (
+        (products, None, None, None), (products, None, slopes[:1], slopes[:2]),
+        (products, None, slopes, None), (None, code, None, None),
+    ):  # fmt: skip
+        grids = *grid, *grid, of, *terms, True, "saturate:bits=9"
+        torch.library.opcheck(ops.integer_conv2d.overload, (x, weight, *grids, *windows))
+        torch.library.opcheck(ops.integer_product.overload, (left, right, *grids))
 
 
 def test_layers_name_the_operator_that_they_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:

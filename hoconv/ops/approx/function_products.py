@@ -1,0 +1,59 @@
+"""Products of integers by a compiled function in C, and sums of them.
+
+They are computed on the CPU, also for tensors of another device: the function of a multiplier of 9
+to 16 bits has no table. A thread takes a block of rows; the function runs in a compiled loop over
+the products of a column and a row, which the compiler vectorises if it can.
+
+B batch, M, N rows and columns of a matrix product, K what it sums over.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from hoconv.ops.approx.accumulators import parse
+from hoconv.ops.approx.sources.c_functions import library
+
+_BLOCK = 1 << 14  # sums of a thread at once, about: with their products, 256 KiB
+
+
+def multiply(a: Tensor, b: Tensor, function: str) -> Tensor:
+    """The products of integers a and b of equal shapes, int64."""
+    left, right = (t.cpu().long().contiguous() for t in (a, b))
+    products = torch.empty_like(left)
+    call = library(function).hoconv_multiply
+    call(left.data_ptr(), right.data_ptr(), products.data_ptr(), products.numel())
+    return products.to(a.device)
+
+
+def matmul(
+    a: Tensor, b: Tensor, function: str, signed: bool, accumulator: str | None = None
+) -> Tensor:
+    """a (B, M, K) times b (B, K, N) of integers, (B, M, N) int64. Products are added to 0 in
+    ascending k; `accumulator`, signed or not, is what a sum is kept in."""
+    outer, register = library(function).hoconv_outer, parse(accumulator, signed)
+    (B, M, K), N = a.shape, b.shape[2]
+    with torch.inference_mode(False):  # the mode of the threads, which change `out`
+        columns = a.cpu().long().mT.contiguous()  # (B, K, M)
+        rows = b.cpu().long().contiguous()  # (B, K, N)
+        out = torch.zeros(B, M, N, dtype=torch.int64)
+    height = max(1, _BLOCK // max(N, 1))
+
+    def compute(block: tuple[int, int]) -> None:
+        batch, first = block
+        sums = out[batch, first : first + height]
+        products = torch.empty_like(sums)
+        for k in range(K):
+            column, row = columns[batch, k, first : first + height], rows[batch, k]
+            outer(column.data_ptr(), len(column), row.data_ptr(), N, products.data_ptr())
+            sums += products
+            if register is not None:
+                register.keep(sums)
+
+    blocks = [(batch, first) for batch in range(B) for first in range(0, M, height)]
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(compute, blocks if N else []))
+    return out.to(a.device)

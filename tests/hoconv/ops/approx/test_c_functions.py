@@ -1,0 +1,188 @@
+"""Multipliers of 9 to 16 bits: functions in C without a table."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hoconv import ApproxConv2d, ApproxLinear, approx
+from hoconv.approx import CFunction, multiplier, table_matmul
+from hoconv.ops.approx.operator import MATMUL
+from hoconv.tools.testing.variants import Variant, variants
+from tests.hoconv.ops.approx.test_multiplier_files import Circuit
+
+everywhere = pytest.mark.parametrize("variant", variants([MATMUL]), indirect=True)
+signs = pytest.mark.parametrize("signed", [False, True])
+
+
+def function(folder: Path, bits: Any = (12, 12), signed: bool = True, columns: int = 7) -> Any:
+    """A circuit, and the multiplier of its source."""
+    circuit = Circuit(columns, bits, signed)
+    found = multiplier(circuit.write(folder, "narrow"))
+    assert isinstance(found, CFunction)
+    return circuit, found
+
+
+def operands(circuit: Circuit, operand: int, *shape: int) -> Tensor:
+    n = circuit.bits[operand]
+    least = -(1 << n - 1) if circuit.signed else 0
+    return torch.randint(least, least + (1 << n), shape, dtype=torch.int32)
+
+
+def products(circuit: Circuit, a: Tensor, b: Tensor) -> Tensor:
+    """Of shapes that broadcast, int64."""
+    return torch.from_numpy(circuit.products(a.long().numpy(), b.long().numpy()))
+
+
+@pytest.mark.slow
+@signs
+@pytest.mark.parametrize(
+    ("bits", "form"), [((12, 12), "gates"), ((16, 16), "narrow"), ((9, 16), "arrays")]
+)
+def test_products_are_the_circuits_on_many_pairs_and_all_corners(
+    tmp_path: Path, bits: tuple[int, int], form: str, signed: bool
+) -> None:
+    circuit = Circuit(6, bits, signed)
+    found = multiplier(circuit.write(tmp_path, form))
+    assert isinstance(found, CFunction)
+    assert (found.bits, found.signed, found.dtype) == (bits, signed, torch.int32)
+    assert found.figures["WCE"] == circuit.wce
+    corners = []
+    for n in bits:
+        powers = [0, *(1 << i for i in range(n)), *((1 << i) - 1 for i in range(n + 1))]
+        values = np.unique(np.array(powers + [-p - 1 for p in powers], np.int64) % (1 << n))
+        corners.append(np.where(signed & (values >= 1 << n - 1), values - (1 << n), values))
+    grid = [torch.from_numpy(each.copy()) for each in np.meshgrid(*corners, indexing="ij")]
+    random = [operands(circuit, operand, 10**6) for operand in range(2)]
+    for a, b in (grid, random):
+        assert torch.equal(approx.multiply(a.int(), b.int(), found), products(circuit, a, b))
+
+
+@everywhere
+@signs
+@pytest.mark.parametrize("accumulator", [None, "saturate:bits=24", "wrap:bits=20"])
+@pytest.mark.parametrize("bits", [(12, 12), (16, 16), (9, 5), (4, 11)])
+def test_sums_of_products_are_the_circuits(
+    variant: Variant, tmp_path: Path, bits: tuple[int, int], accumulator: Any, signed: bool
+) -> None:
+    circuit, found = function(tmp_path, bits, signed, 3)
+    for B, M, K, N in ((2, 5, 9, 7), (1, 300, 4, 130), (3, 1, 0, 2), (2, 0, 3, 4), (1, 2, 3, 0)):
+        a, b = operands(circuit, 0, B, M, K), operands(circuit, 1, B, K, N)
+        expected = torch.zeros(B, M, N, dtype=torch.int64)
+        least = -(1 << int(accumulator[-2:]) - 1) if accumulator and signed else 0
+        for k in range(K):
+            expected += products(circuit, a[:, :, k, None], b[:, k, None])
+            if accumulator:
+                size = 1 << int(accumulator[-2:])
+                if "wrap" in accumulator:
+                    expected = (expected - least) % size + least
+                expected = expected.clamp(least, least + size - 1)
+        left, right = (t.to(variant.device) for t in (a.mT.contiguous().mT, b))
+        out = table_matmul(left, right, found, accumulator=accumulator, impl=variant.impl)
+        assert torch.equal(out.cpu(), expected)
+        with torch.inference_mode():
+            out = table_matmul(left, right, found, accumulator=accumulator, impl=variant.impl)
+        assert torch.equal(out.cpu(), expected)
+
+
+@everywhere
+def test_the_lowest_bits_of_integers_count(variant: Variant, tmp_path: Path) -> None:
+    for signed in (False, True):
+        circuit, found = function(tmp_path, (10, 12), signed, 0)
+        a, b = operands(circuit, 0, 2, 3, 6, 5), operands(circuit, 1, 4, 3, 3, 3)
+        wide = [
+            t + (1 << n) * torch.randint(-(2**18), 2**18, t.shape, dtype=torch.int32)
+            for t, n in ((a, 10), (b, 12))
+        ]
+        left, right = (t.to(variant.device) for t in wide)
+        out = approx.conv2d(left, right, found, padding=1, impl=variant.impl).cpu()
+        exact = F.conv2d(a.double(), b.double(), padding=1).long()
+        assert torch.equal(out, exact)
+        out = approx.multiply(left[0, 0, 0, 0], right, found, impl=variant.impl).cpu()
+        assert torch.equal(out, a[0, 0, 0, 0].long() * b)
+        with pytest.raises(TypeError, match=r"^b: expected torch\.int32 for a function, got torc"):
+            table_matmul(a[0], a[0].mT.long(), found)
+
+
+@everywhere
+@signs
+@pytest.mark.parametrize("scales", ["tensor", "channel"])
+def test_layers_of_exact_products_compute_with_numbers_of_their_bits(
+    variant: Variant, tmp_path: Path, signed: bool, scales: Any
+) -> None:
+    _, exact = function(tmp_path, (16, 12), signed, 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, groups=1), nn.Flatten(), nn.Linear(72, 5))
+    model = model.to(variant.device)
+    x = torch.randn(4, 3, 3, 3, device=variant.device)
+    expected = model(x)
+    done = approx.convert(model, exact, weight_scales=scales, impl=variant.impl)
+    assert len(done.replaced) == 2
+    assert "CFunction(" in str(done)
+    out = model(x)
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=2e-3)
+    assert not torch.equal(out, expected)
+    out.square().sum().backward()  # straight-through
+    found = [p.grad for p in model.parameters()]
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(72, 5))
+    plain = plain.to(variant.device)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    plain(x).square().sum().backward()
+    for got, p in zip(found, plain.parameters(), strict=True):
+        torch.testing.assert_close(got, p.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_a_layer_is_copied_saved_exported_and_costs_what_its_file_says(tmp_path: Path) -> None:
+    circuit, _ = function(tmp_path)
+    path = tmp_path / f"mul12s_T{circuit.columns}.c"
+    layer = ApproxLinear(6, 4, multiplier=path, impl="cpp")
+    x = torch.randn(3, 6)
+    layer(x)
+    out = layer.eval()(x)
+    for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(same(x), out)
+    program = torch.export.export(layer, (x,)).module()
+    assert torch.equal(program(x), out)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), out)
+    found = approx.cost(layer, x[:1])
+    assert found.energy == pytest.approx(24 * 0.725 * 1.35)
+    assert "CFunction(signed, 12 x 12 bits, of" in repr(layer)
+
+
+@pytest.mark.parametrize("gradient", ["difference", ("ste", "difference:window=4"), "approx"])
+def test_other_gradients_are_refused(tmp_path: Path, gradient: Any) -> None:
+    _, found = function(tmp_path)
+    with pytest.raises(ValueError, match=r"^gradient: expected 'ste' for CFunction\(signed, 12 x"):
+        ApproxConv2d(2, 3, 3, multiplier=found, gradient=gradient)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("// WCE = 3\nint64_t mul12s_T(int64_t a, int64_t b) { return a * b - 8; }",
+         r"comment says WCE = 3, but with bits=\(12, 12\) and signed=True it is 8 at least; corr"),
+        ("int n;\nuint32_t mul12s_T(uint16_t a, uint16_t b) { return a * b + n++ % 3; }",
+         r"mul12s_T returns -?\d+ and then -?\d+ for -?\d+ and -?\d+; expected a function of its"),
+        ("uint64_t mul12u(uint16_t a, uint16_t b) { return (uint64_t)a * b * 2; }",
+         r"expected 24 bits, as many as both operands have"),
+        ("int64_t mul17s(int64_t a, int64_t b) { return a * b; }",
+         r"expected operands of 2 to 16 bits that int64_t and int64_t hold, got 17 and 17 bits$"),
+        ("int32_t product(int16_t a, int16_t b) { return a * b; }",
+         r"int16_t and int16_t do not say which bits count; name the function as in mul8u or"),
+    ],
+)  # fmt: skip
+def test_wrong_functions_are_refused_in_one_line(tmp_path: Path, source: str, message: str) -> None:
+    path = tmp_path / "product.c"
+    path.write_text(source)
+    with pytest.raises(ValueError, match=message) as refused:
+        multiplier(path)
+    assert "\n" not in str(refused.value)
+    assert str(path) in str(refused.value)
