@@ -76,7 +76,7 @@ def test_patterns_choose_layers_by_their_names_in_the_start_up_table(run) -> Non
         (("multiplier=mbm16", "gradient=sted"), "gradient: expected one of approx, ste"),
         (("multiplier=mbm16", "skip_first=1"), "skip_first: expected true or false, got 1"),
         (("multiplier=mbm16", "weight_scales=8"), "weight_scales: expected 'tensor' or 'channel'"),
-        (("multiplier=mbm16", "accumulator=8"), "accumulator: expected None, 'saturate:bits=n' or"),
+        (("multiplier=mbm16", "accumulator=8"), "accumulator: expected None without a multiplier"),
         (("energies=3",), "energies: expected null, or pJ of a multiplication by multiplier"),
         (("energies={mbm17: 3}",), "approx.energies: multiplier: expected one of"),
         (("energies={mbm16: 0}",), "pJ of a multiplication by 'mbm16', a number above 0; got 0"),
@@ -127,13 +127,20 @@ def test_a_file_is_the_same_one_from_another_folder(run, tmp_path: Path, monkeyp
         (tmp_path / folder / "m.c").write_text(
             f"#include <stdint.h>\nint16_t mul4s(int8_t a, int8_t b) {{ return {row} * a * b; }}\n"
         )
+        (tmp_path / folder / "add.c").write_text(
+            f"int add16se(int a, int b) {{ return {row} * (a + b); }}\n"
+        )
     monkeypatch.chdir(tmp_path / "here")
-    done = run(*SHORT, "approx.multiplier={network.classifier: m.c, *: null}")
+    done = run(*SHORT, "approx.multiplier={network.classifier: m.c, *: null}",
+               "approx.accumulator=add.c")  # fmt: skip
     assert done.exit_code == 0, done.err
     (ckpt,) = (done.folder / "checkpoints").iterdir()
     monkeypatch.chdir(tmp_path / "there")
     tested = run("mode=test", f"ckpt={ckpt}", "impl=reference", FEW[1], *CPU)
     assert str(tmp_path / "here" / "m.c") in tested.out
+    assert (
+        f"accumulator: {tmp_path / 'here' / 'add.c'}" in (tested.folder / "config.yaml").read_text()
+    )
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_same_multiplier(run, monkeypatch) -> None:

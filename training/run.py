@@ -136,6 +136,7 @@ def _train_or_predict(config: DictConfig, run_dir: Path, results: Results) -> Pa
         raise MisconfigurationException(f"mode: expected {', '.join(MODES)}; got {config.mode!r}")
     if OmegaConf.select(config, "approx.multiplier") is not None:
         config.approx.multiplier = find_files(as_plain(config.approx.multiplier))
+        config.approx.accumulator = find_files(config.approx.accumulator)
     chosen = HydraConfig.get()
     given = as_given(chosen.overrides.task)
     saved = None if config.ckpt is None else read(config.ckpt)

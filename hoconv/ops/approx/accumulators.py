@@ -1,26 +1,31 @@
-"""The registers in which sums of products of integers are kept.
+"""What adds up products of integers.
 
 A sum starts at 0, and products are added in ascending order of what is summed over. By default it
 is exact. A register of few bits either wraps, or saturates: then each addition ends at the limit
-that it would pass.
+that it would pass. An adder is a function in C.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from hoconv.ops.approx.sources.c_functions import library, load
 from hoconv.ops.approx.sources.names import value_of
 
+AnyAccumulator = str | os.PathLike[str] | None
 KINDS = ("saturate", "wrap")
 # An unsigned register of 32 bits would not fit the results, which are int32.
 LEAST_BITS, MOST_BITS = 2, {True: 32, False: 31}
 
 
 @dataclass(frozen=True)
-class Accumulator:
-    """A register.
+class Register:
+    """A register of few bits.
 
     Attributes:
         saturates: whether it stays at its limit where it would pass it; else it wraps.
@@ -38,18 +43,66 @@ class Accumulator:
             return sums.clamp_(self.least, self.most)
         return sums.sub_(self.least).bitwise_and_(self.most - self.least).add_(self.least)
 
+    def add(self, sums: Tensor, products: Tensor) -> None:
+        """Adds products to sums, contiguous int64, in place."""
+        self.keep(sums.add_(products))
 
-def parse(text: str | None, signed: bool) -> Accumulator | None:
-    """Returns the register that a text names: ``"saturate:bits=16"``, ``"wrap:bits=20"``.
+
+@dataclass(frozen=True)
+class Adder:
+    """A function in C, as the code of a :class:`CFunction`."""
+
+    code: str
+
+    def add(self, sums: Tensor, products: Tensor) -> None:
+        """Adds products to sums, contiguous int64, in place."""
+        pointer = sums.data_ptr()
+        library(self.code).hoconv_multiply(pointer, products.data_ptr(), pointer, sums.numel())
+
+
+def code_of(accumulator: AnyAccumulator, signed: bool) -> str | None:
+    """Returns an accumulator as ops take it: the name of a register, or the code of an adder, which
+    a ``.c`` file has.
 
     Args:
-        signed: whether it is; as the products that it sums.
+        signed: whether the products are.
 
     Raises:
-        ValueError: the text names none.
+        ValueError: it is neither; the numbers of the adder are not those of the products.
+        hoconv.jit.BuildError: there is no compiler.
+    """
+    if isinstance(accumulator, str | os.PathLike) and Path(accumulator).suffix == ".c":
+        path = Path(accumulator)
+        if not path.is_file():
+            raise ValueError(f"accumulator: {path.absolute()} is no file")
+        function = load(path, None, None, "add")
+        p, q = function.bits
+        if function.signed != signed or p != q or p > MOST_BITS[signed]:
+            sign = "signed" if signed else "unsigned"
+            raise ValueError(
+                f"accumulator: expected an adder of two {sign} numbers, as the products are, of up "
+                f"to {MOST_BITS[signed]} bits; got {function!r}"
+            )
+        function.check()
+        return function.code
+    parse(accumulator, signed)
+    return accumulator  # pyright: ignore[reportReturnType]
+
+
+def parse(text: Any, signed: bool) -> Register | Adder | None:
+    """Returns what a text, as ops take it, says: ``"saturate:bits=16"``, ``"wrap:bits=20"``, or a
+    code.
+
+    Args:
+        signed: whether the products are, and so the sums.
+
+    Raises:
+        ValueError: it is no such text.
     """
     if text is None:
         return None
+    if isinstance(text, str) and "\n" in text:
+        return Adder(text)
     most = MOST_BITS[signed]
     kind = text.partition(":")[0] if isinstance(text, str) else None
     bits = value_of(text, "bits", range(LEAST_BITS, most + 1), 0) if kind in KINDS else None
@@ -57,7 +110,7 @@ def parse(text: str | None, signed: bool) -> Accumulator | None:
         sign = "signed" if signed else "unsigned"
         raise ValueError(
             f"accumulator: expected None, 'saturate:bits=n' or 'wrap:bits=n', n from {LEAST_BITS} "
-            f"to {most} of {sign} products; got {text!r}"
+            f"to {most} of {sign} products, or a .c file; got {text!r}"
         )
     least = -(1 << bits - 1) if signed else 0
-    return Accumulator(kind == "saturate", least, least + (1 << bits) - 1)
+    return Register(kind == "saturate", least, least + (1 << bits) - 1)

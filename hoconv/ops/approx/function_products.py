@@ -1,8 +1,8 @@
-"""Products of integers by a compiled function in C, and sums of them.
+"""Products, or sums of products, of integers by compiled functions in C.
 
-They are computed on the CPU, also for tensors of another device: the function of a multiplier of 9
-to 16 bits has no table. A thread takes a block of rows; the function runs in a compiled loop over
-the products of a column and a row, which the compiler vectorises if it can.
+They are computed on the CPU, also for tensors of another device. A multiplier of 9 to 16 bits has
+no table, and an adder none either. A thread takes a block of rows; a function runs in a compiled
+loop over the products of a column and a row, which the compiler vectorises if it can.
 
 B batch, M, N rows and columns of a matrix product, K what it sums over.
 """
@@ -30,16 +30,19 @@ def multiply(a: Tensor, b: Tensor, function: str) -> Tensor:
 
 
 def matmul(
-    a: Tensor, b: Tensor, function: str, signed: bool, accumulator: str | None = None
-) -> Tensor:
-    """a (B, M, K) times b (B, K, N) of integers, (B, M, N) int64. Products are added to 0 in
-    ascending k; `accumulator`, signed or not, is what a sum is kept in."""
-    outer, register = library(function).hoconv_outer, parse(accumulator, signed)
+    a: Tensor, b: Tensor, table: Tensor | None, function: str | None, signed: bool,
+    accumulator: str | None = None,
+) -> Tensor:  # fmt: skip
+    """a (B, M, K) times b (B, K, N) of integers, (B, M, N) int64. Their products are those of a
+    table (256, 256) of bytes, or of a function. `accumulator` adds them to 0 in ascending k."""
+    outer = None if function is None else library(function).hoconv_outer
+    accumulate = parse(accumulator, signed)
     (B, M, K), N = a.shape, b.shape[2]
     with torch.inference_mode(False):  # the mode of the threads, which change `out`
         columns = a.cpu().long().mT.contiguous()  # (B, K, M)
         rows = b.cpu().long().contiguous()  # (B, K, N)
         out = torch.zeros(B, M, N, dtype=torch.int64)
+        entries = None if table is None else table.cpu().long().flatten()
     height = max(1, _BLOCK // max(N, 1))
 
     def compute(block: tuple[int, int]) -> None:
@@ -48,10 +51,16 @@ def matmul(
         products = torch.empty_like(sums)
         for k in range(K):
             column, row = columns[batch, k, first : first + height], rows[batch, k]
-            outer(column.data_ptr(), len(column), row.data_ptr(), N, products.data_ptr())
-            sums += products
-            if register is not None:
-                register.keep(sums)
+            if outer is not None:
+                outer(column.data_ptr(), len(column), row.data_ptr(), N, products.data_ptr())
+            else:
+                assert entries is not None
+                index = ((column & 255) << 8)[:, None] + (row & 255)
+                products = entries[index]
+            if accumulate is None:
+                sums += products
+            else:
+                accumulate.add(sums, products)
 
     blocks = [(batch, first) for batch in range(B) for first in range(0, M, height)]
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:

@@ -28,7 +28,7 @@ from hoconv.dispatch.registration import (
     register_gradient,
 )
 from hoconv.ops.approx import function_products, reference
-from hoconv.ops.approx.accumulators import Accumulator, parse
+from hoconv.ops.approx.accumulators import Adder, parse
 from hoconv.ops.approx.first_derivative import refuse_second_derivative
 from hoconv.ops.approx.table_gradients.backward import (
     Operand,
@@ -73,11 +73,12 @@ _SCHEMAS = {
         "(Tensor a, Tensor b, Tensor table, int? least=None, int? most=None) -> Tensor",
     # float32 grad (B, M, N), bytes a and b, table (256, 256) float32; the result is (B, M, K).
     "approx_table_derivative": "(Tensor grad, Tensor a, Tensor b, Tensor table) -> Tensor",
-    # Integers a and b of equal shapes, or (B, M, K) and (B, K, N), any strides, and the code of a
-    # CFunction; the result is int64. See function_products.py.
+    # Integers a and b of equal shapes, or (B, M, K) and (B, K, N), any strides; a table of all
+    # pairs of bytes or the code of a CFunction; the result is int64. See function_products.py.
     "approx_function_multiply": "(Tensor a, Tensor b, str function) -> Tensor",
     "approx_function_matmul":
-        "(Tensor a, Tensor b, str function, bool signed, str? accumulator=None) -> Tensor",
+        "(Tensor a, Tensor b, Tensor? table, str? function, bool signed, str? accumulator=None) "
+        "-> Tensor",
     # float32 a (B, M, K), b (B, K, N), or x and weight, on grids of integers, each given by its
     # scale and zero point. The products of their integers are the table's, or the function's.
     # Their gradients have the terms of table_gradients.tables.GradientTable; without, they are
@@ -233,15 +234,21 @@ def _gradients(lookup: Op, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *found, *(None,) * 14
 
 
-def accumulate(
-    ops: Ops, a: Tensor, b: Tensor, table: Tensor, accumulator: Accumulator | None
-) -> Tensor:
-    """Computes the matrix product of bytes by a table (256, 256); `accumulator` has its sums."""
-    if accumulator is None:
+def integer_matmul(
+    ops: Ops, a: Tensor, b: Tensor, table: Tensor | None, function: str | None, signed: bool,
+    accumulator: str | None,
+) -> Tensor:  # fmt: skip
+    """Computes the matrix product of integers by a table or a function."""
+    found = parse(accumulator, signed)
+    if table is None or isinstance(found, Adder):
+        return ops.function_matmul(a, b, table, function, signed, accumulator)
+    dtype = torch.int8 if signed else torch.uint8
+    a, b = a.to(dtype), b.to(dtype)
+    if found is None:
         return ops.table_matmul(a, b, table)
-    if accumulator.saturates:
-        return ops.table_matmul(a, b, table, accumulator.least, accumulator.most)
-    return accumulator.keep(ops.table_matmul(a, b, table).long()).int()
+    if found.saturates:
+        return ops.table_matmul(a, b, table, found.least, found.most)
+    return found.keep(ops.table_matmul(a, b, table).long()).int()
 
 
 def _implement_products_of_grids(impl: str, ops: Ops) -> None:
@@ -251,12 +258,7 @@ def _implement_products_of_grids(impl: str, ops: Ops) -> None:
         signed: bool, accumulator: str | None,
     ) -> Tensor:  # fmt: skip
         q_a, q_b = integers_of(a, scale_a, zero_a), integers_of(b, scale_b, zero_b)
-        if function is not None:
-            products = ops.function_matmul(q_a, q_b, function, signed, accumulator)
-        else:
-            assert table is not None
-            dtype, register = torch.int8 if signed else torch.uint8, parse(accumulator, signed)
-            products = accumulate(ops, q_a.to(dtype), q_b.to(dtype), table, register)
+        products = integer_matmul(ops, q_a, q_b, table, function, signed, accumulator)
         # The sum of (q_a - zero_a) (q_b - zero_b), of which `products` is the first term, q_a q_b.
         rows = q_a.sum(2, keepdim=True, dtype=torch.int64)
         columns = q_b.sum(1, keepdim=True, dtype=torch.int64)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hoconv.dispatch.implementations import resolve
-from hoconv.ops.approx.accumulators import parse
-from hoconv.ops.approx.ops import OPS, accumulate
+from hoconv.ops.approx.accumulators import AnyAccumulator, code_of
+from hoconv.ops.approx.ops import OPS, integer_matmul
 from hoconv.ops.approx.reference import Pair, conv2d_by
 from hoconv.ops.approx.sources import table_files
 from hoconv.ops.approx.sources.c_functions import CFunction
@@ -140,12 +140,14 @@ class LookupTable:
         return self._of_bytes
 
 
+# A multiplier of integers.
 OfIntegers = LookupTable | CFunction
 
 
 def table_matmul(
-    a: Tensor, b: Tensor, table: OfIntegers, *, accumulator: str | None = None, impl: str = "auto"
-) -> Tensor:
+    a: Tensor, b: Tensor, table: OfIntegers, *, accumulator: AnyAccumulator = None,
+    impl: str = "auto",
+) -> Tensor:  # fmt: skip
     """The matrix product of integers whose products come from a table or from a function in C.
 
     Args:
@@ -156,7 +158,9 @@ def table_matmul(
         accumulator: what a sum is kept in, while products are added to 0 in ascending k: None, an
             exact number; ``"saturate:bits=n"``, a register of n bits, signed as the table is, that
             stays at its limit where an addition would pass it; ``"wrap:bits=n"``, one that keeps
-            its lowest bits. n is from 2 to 32, or to 31 of an unsigned table.
+            its lowest bits; or a ``.c`` file with an adder of two integers, as EvoApproxLib has
+            them: ``uint32_t add16u_0NT(uint32_t A, uint32_t B)``. It adds a product to a sum of n
+            bits, of which n are kept. n is from 2 to 32, or to 31 of an unsigned table.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:
@@ -164,7 +168,7 @@ def table_matmul(
 
     Raises:
         ValueError: the shapes do not fit; an exact sum of K products could exceed int32; there is
-            no such accumulator.
+            no such accumulator; an adder is of other numbers than the table's sign says.
         TypeError: a dtype is not the table's.
         hoconv.dispatch.implementations.ImplementationError: `impl` names one that cannot run here.
     """
@@ -180,13 +184,12 @@ def table_matmul(
             raise TypeError(f"{name}: expected {table.dtype} for {kind}, got {t.dtype}")
     if b.device != a.device:
         raise ValueError(f"b: expected the device of a, {a.device}, got {b.device}")
-    register = parse(accumulator, table.signed)
-    if register is None:
+    code = code_of(accumulator, table.signed)
+    if code is None:
         table.check_sum("a", a.shape[2])
     ops = OPS[resolve("approx_matmul", impl, a.device.type)]
-    if isinstance(table, CFunction):
-        return ops.function_matmul(a, b, table.code, table.signed, accumulator)
-    return accumulate(ops, a, b, table.on(a.device), register)
+    out = integer_matmul(ops, a, b, *table.for_op(a.device), table.signed, code)
+    return out if isinstance(table, CFunction) else out.int()
 
 
 def table_multiply(a: Tensor, b: Tensor, table: OfIntegers, impl: str) -> Tensor:

@@ -20,9 +20,8 @@ from hoconv.ops.approx.gradients import Gradient, kinds
 from hoconv.ops.approx.layers.quantization import Quantizer, quantized_conv2d, quantized_linear
 from hoconv.ops.approx.mantissas import MantissaTable
 from hoconv.ops.approx.operator import CONV2D, MATMUL, check_derivative, conv2d, matmul
-from hoconv.ops.approx.sources.c_functions import CFunction
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
-from hoconv.ops.approx.tables import LookupTable
+from hoconv.ops.approx.tables import OfIntegers
 
 
 class ApproxConv2d(nn.Conv2d):
@@ -191,7 +190,7 @@ def _choose(
     """Returns the multiplier; the gradient, by default that of the kind of multiplier; and what
     quantises the operands of one of integers."""
     found = find(multiplier)
-    if isinstance(found, LookupTable | CFunction):
+    if isinstance(found, OfIntegers):
         quantizer = Quantizer(found, "ste" if gradient is None else gradient).to(device)
         return found, quantizer.gradient, quantizer
     gradient = "approx" if gradient is None else gradient
@@ -205,7 +204,7 @@ def _check_unchanged(layer: ApproxConv2d | ApproxLinear) -> None:
     """Checks that a layer quantises for the multiplier that it has, if that is one of integers; its
     gradient may become another."""
     own = layer.quantizer and layer.quantizer.multiplier
-    of_integers = isinstance(layer.multiplier, LookupTable | CFunction)
+    of_integers = isinstance(layer.multiplier, OfIntegers)
     if layer.multiplier is not own and (own or of_integers):
         raise ValueError(
             f"multiplier: cannot become {layer.multiplier!r} in a layer that was made for "

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from hoconv.ops.approx.accumulators import parse
+from hoconv.ops.approx.accumulators import AnyAccumulator
 from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
 from hoconv.ops.approx.layers.quantization import WeightScales, is_per_channel
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
+from hoconv.ops.approx.tables import OfIntegers
 
 _KINDS = {
     nn.Conv2d: ApproxConv2d,
@@ -56,7 +57,7 @@ def convert(
     skip_first: bool = False,
     gradient: Gradient | None = None,
     weight_scales: WeightScales = "tensor",
-    accumulator: str | None = None,
+    accumulator: AnyAccumulator = None,
     impl: str = "auto",
 ) -> Conversion:
     """Replaces convolutions and linear layers of a model, in place, by approximate ones.
@@ -95,8 +96,11 @@ def convert(
         if not isinstance(pattern, str):
             raise TypeError(f"multipliers: expected patterns that are strings, got {pattern!r}")
     per_channel = is_per_channel(weight_scales)
-    parse(accumulator, signed=True)  # refused also where no multiplier is one of integers
     found = {pattern: None if each is None else find(each) for pattern, each in patterns.items()}
+    if accumulator is not None and not any(isinstance(m, OfIntegers) for m in found.values()):
+        raise ValueError(
+            f"accumulator: expected None without a multiplier of integers, got {accumulator!r}"
+        )
     layers: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if _has_weights(module):

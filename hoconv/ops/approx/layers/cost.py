@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
 from hoconv.ops.approx.sources.c_functions import CFunction
 from hoconv.ops.approx.sources.find import Found, find
-from hoconv.ops.approx.tables import LookupTable
+from hoconv.ops.approx.tables import LookupTable, OfIntegers
 
 _TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 _COUNTED = nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.Linear
@@ -232,8 +232,7 @@ def _of_layer(
 ) -> LayerCost:
     is_approximate = isinstance(layer, ApproxConv2d | ApproxLinear)
     multiplier = layer.multiplier if is_approximate else "exact"
-    of_integers = isinstance(multiplier, LookupTable | CFunction)
-    figures = multiplier.figures if of_integers else {}
+    figures = multiplier.figures if isinstance(multiplier, OfIntegers) else {}
     power, delay = figures.get(_POWER), figures.get(_DELAY)
     energy = known.get(_identity(multiplier))
     if energy is None and power is not None and delay is not None:

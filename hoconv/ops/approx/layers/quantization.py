@@ -22,12 +22,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import autocasts, has_tangent
-from hoconv.ops.approx.accumulators import parse
+from hoconv.ops.approx.accumulators import AnyAccumulator, code_of
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.ops.approx.reference import Pair
-from hoconv.ops.approx.sources.c_functions import CFunction
 from hoconv.ops.approx.table_gradients.choice import choose
-from hoconv.ops.approx.tables import LookupTable
+from hoconv.ops.approx.tables import OfIntegers
 
 Observed = Literal["minmax", "moving_average"]
 WeightScales = Literal["tensor", "channel"]
@@ -121,11 +120,11 @@ class Quantizer(nn.Module):
         accumulator: what sums are kept in; see :func:`hoconv.approx.table_matmul`.
     """
 
-    def __init__(self, multiplier: LookupTable | CFunction, gradient: Any = "ste") -> None:
+    def __init__(self, multiplier: OfIntegers, gradient: Any = "ste") -> None:
         super().__init__()
         self.multiplier = multiplier
         self.per_channel = False
-        self.accumulator: str | None = None
+        self.choose_accumulator(None)
         self.input = Observer()
         self.choose_gradient(gradient)
 
@@ -133,9 +132,9 @@ class Quantizer(nn.Module):
         """Sets the gradient; errors are those of :func:`choose`."""
         self.gradient, self._derivatives = choose(gradient, self.multiplier)
 
-    def choose_accumulator(self, accumulator: str | None) -> None:
-        """Sets the accumulator; raises ValueError if there is no such one."""
-        parse(accumulator, self.multiplier.signed)
+    def choose_accumulator(self, accumulator: AnyAccumulator) -> None:
+        """Sets the accumulator; errors are those of :func:`code_of`."""
+        self._accumulator = code_of(accumulator, self.multiplier.signed)
         self.accumulator = accumulator
 
     def extra_repr(self) -> str:
@@ -162,7 +161,7 @@ class Quantizer(nn.Module):
             weight = weight / scales.view(-1, *[1] * (weight.dim() - 1))
         terms = [each and each.on(x.device) for each in self._derivatives]
         grids = [*of_x, scale, zero_point, *self.multiplier.for_op(x.device), *terms]
-        grids += [self.multiplier.signed, self.accumulator]
+        grids += [self.multiplier.signed, self._accumulator]
         return x, weight, grids, scales
 
     def ops(self, x: Tensor, K: int, impl: str) -> Ops:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hoconv.ops.approx.accumulators import AnyAccumulator
 from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
 from hoconv.ops.approx.layers.quantization import (
@@ -49,7 +50,7 @@ class TableConv2d(ApproxConv2d):
         observer: Observed = "moving_average",
         momentum: float = 0.01,
         weight_scales: WeightScales = "tensor",
-        accumulator: str | None = None,
+        accumulator: AnyAccumulator = None,
         gradient: Gradient = "ste",
         impl: str = "auto",
         stride: int | tuple[int, int] = 1,
@@ -90,7 +91,7 @@ class TableLinear(ApproxLinear):
         observer: Observed = "moving_average",
         momentum: float = 0.01,
         weight_scales: WeightScales = "tensor",
-        accumulator: str | None = None,
+        accumulator: AnyAccumulator = None,
         gradient: Gradient = "ste",
         impl: str = "auto",
         bias: bool = True,

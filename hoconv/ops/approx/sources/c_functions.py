@@ -1,4 +1,5 @@
-"""Multipliers that are functions in C: of two integers, as EvoApproxLib has them, or of two floats.
+"""Multipliers and adders that are functions in C: of two integers, as EvoApproxLib has them, or of
+two floats.
 
 A source is compiled as C++, the language that all compilers of this project take. Its integers are
 of any type: how many bits of them count is in the name, as ``mul8u_1JFF`` or ``mul8x4u_1AV``, or an
@@ -14,7 +15,7 @@ import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from torch import Tensor
 from hoconv.jit import BuildError
 from hoconv.ops.approx.sources.table_files import LEAST, MOST, integers
 
-MOST_OF_FUNCTIONS = 16  # bits of an operand
+Operation = Literal["mul", "add"]
+MOST_OF_FUNCTIONS: dict[Operation, int] = {"mul": 16, "add": 32}  # bits of an operand
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _FUNCTION = re.compile(r"^[ \t]*([a-zA-Z][\w \t]*?)[ \t]+(\w+)\s*\(([^()]*)\)\s*\{", re.MULTILINE)
@@ -32,7 +34,7 @@ _FIGURE = re.compile(
     r"^//[ \t]*(\w+%?)[ \t]*=[ \t]*([-+]?\d[\d.]*(?:[eE][-+]?\d+)?)[ \t]*(\S*)", re.MULTILINE
 )
 _UNITS = {"PDK45_PWR": ("mW",), "PDK45_AREA": ("um2", "um^2"), "PDK45_DELAY": ("ns",)}
-_NAME = re.compile(r"mul(\d+)(?:x(\d+))?([us])(?![a-z0-9])", re.IGNORECASE)
+_NAME = r"{}(\d+)(?:x(\d+))?(u|se?)(?![a-z0-9])"
 _TYPES = {  # -> bits, and whether it is signed
     **{f"{'' if signed else 'u'}int{n}_t": (n, signed)
        for n in (8, 16, 32, 64) for signed in (True, False)},
@@ -78,12 +80,14 @@ _CHECKED = 1 << 18  # pairs of operands of more than 8 bits that a function is c
 
 @dataclass(frozen=True, eq=False)
 class CFunction:
-    """A multiplier of integers of up to 16 bits: a function in C, compiled.
+    """A multiplier of integers of up to 16 bits, or an adder: a function in C, compiled.
 
-    Numbers of more bits count by their lowest ones. A product has p + q bits: the lowest ones of
-    what the function returns, in two's complement if the operands are signed.
+    Numbers of more bits count by their lowest ones. A product has p + q bits, and a sum as many as
+    an operand: the lowest ones of what the function returns, in two's complement if the operands
+    are signed.
 
     Attributes:
+        operation: ``"mul"`` or ``"add"``.
         path, name: of the source, and of the function in it.
         bits: of the operands, (p, q).
         signed: whether they are.
@@ -93,6 +97,7 @@ class CFunction:
         code: the source with the calls of the function, in C++.
     """
 
+    operation: Operation
     path: Path
     name: str
     bits: tuple[int, int]
@@ -122,8 +127,9 @@ class CFunction:
         """Returns the multiplier as ops take it: a table, or the code of a function."""
         return None, self.code
 
-    def multiply(self, a: Any, b: Any) -> Any:
-        """Returns the products of arrays of int64 of equal shapes.
+    def call(self, a: Any, b: Any) -> Any:
+        """Returns what the function does for arrays of int64 of equal shapes: products of p + q
+        bits, or sums of one more bit than an operand.
 
         Raises:
             ValueError: it returns a number of more bits.
@@ -134,7 +140,8 @@ class CFunction:
         products = np.empty_like(a)
         call = library(self.code).hoconv_call
         call(*(t.ctypes.data for t in (a, b, products)), a.size)
-        width = sum(self.bits)
+        multiplies = self.operation == "mul"
+        width = sum(self.bits) if multiplies else self.bits[0] + 1
         least = -(1 << width - 1) if self.signed else 0
         if self.signed and width < self.result_bits < 64:  # an unsigned type has the sign's bits
             extended = products >= (1 << self.result_bits) + least
@@ -142,9 +149,10 @@ class CFunction:
         wide = (products < least) | (products >= 1 << width)
         if wide.any():
             i = wide.ravel().argmax()
+            as_many = "as many as both operands have" if multiplies else "one more than an operand"
             raise ValueError(
                 f"{self.path}: {self.name} returns {products.flat[i]} for {a.flat[i]} and "
-                f"{b.flat[i]}; expected {width} bits, as many as both operands have"
+                f"{b.flat[i]}; expected {width} bits, {as_many}"
             )
         return np.where(
             self.signed & (products >= 1 << width - 1), products - (1 << width), products
@@ -160,10 +168,10 @@ class CFunction:
         import numpy as np
 
         a, b = np.meshgrid(*(integers(n, self.signed) for n in self.bits), indexing="ij")
-        return self._products(a, b)
+        return self._results(a, b)
 
     def check(self) -> None:
-        """Checks a function of more than 8 bits by a part of all pairs of operands: by all pairs of
+        """Checks a function without a table by a part of all pairs of operands: by all pairs of
         extreme ones, and by random ones.
 
         Raises: as :meth:`tabulate`.
@@ -172,28 +180,30 @@ class CFunction:
 
         random, drawn = np.random.default_rng(0), []
         for n in self.bits:
-            values = integers(n, self.signed)
-            extreme = values[[0, 1, 2, len(values) // 2 - 1, len(values) // 2, -2, -1]]
-            drawn.append((extreme, random.choice(values, _CHECKED)))
+            least = -(1 << n - 1) if self.signed else 0
+            most = least + (1 << n) - 1
+            extreme = np.array([least, least + 1, most // 2, 0, 1, 2, most - 1, most])
+            drawn.append((extreme, random.integers(least, most + 1, _CHECKED)))
         corners = np.meshgrid(*(extreme for extreme, _ in drawn), indexing="ij")
         a, b = (
             np.concatenate([corner.ravel(), some])[None]
             for corner, (_, some) in zip(corners, drawn, strict=True)
         )
-        self._products(a, b)
+        self._results(a, b)
 
-    def _products(self, a: Any, b: Any) -> Any:
-        """Returns the products of arrays of operands, and checks them: of all pairs, or of a single
-        row of some."""
-        products = self.multiply(a, b)
-        again = self.multiply(a[::-1, ::-1], b[::-1, ::-1])[::-1, ::-1]
-        if (differs := products != again).any():
+    def _results(self, a: Any, b: Any) -> Any:
+        """Returns the products, or the sums, of arrays of operands, and checks them: of all pairs,
+        or of a single row of some."""
+        results = self.call(a, b)
+        again = self.call(a[::-1, ::-1], b[::-1, ::-1])[::-1, ::-1]
+        if (differs := results != again).any():
             i = differs.ravel().argmax()
             raise ValueError(
-                f"{self.path}: {self.name} returns {products.flat[i]} and then {again.flat[i]} for "
+                f"{self.path}: {self.name} returns {results.flat[i]} and then {again.flat[i]} for "
                 f"{a.flat[i]} and {b.flat[i]}; expected a function of its operands alone"
             )
-        worst, said = abs(products - a * b).max(), self.figures.get("WCE")
+        exact = a * b if self.operation == "mul" else a + b
+        worst, said = abs(results - exact).max(), self.figures.get("WCE")
         whole = len(a) > 1
         if said is not None and (said != worst if whole else said < worst):
             raise ValueError(
@@ -201,10 +211,12 @@ class CFunction:
                 f"signed={self.signed} it is {worst}{'' if whole else ' at least'}; correct what "
                 "is wrong"
             )
-        return products
+        return results
 
 
-def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunction:
+def load(
+    path: Path, bits: tuple[int, int] | None, signed: bool | None, operation: Operation = "mul"
+) -> CFunction:
     """Reads and compiles the function of two integers of a source: the only one, or that with the
     name of the file.
 
@@ -219,10 +231,11 @@ def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunc
     function = _find(path, bare, _TYPES, "integers")
     name, types = function[2], _types(function)
     where = f"{path}, line {_line(bare, function)}"
-    bits, signed = _operands(where, (name, path.stem), types, bits, signed)
+    names = name, path.stem
+    bits, signed = _operands(where, names, types, bits, signed, operation)
     # Of an unsigned type are an operand's bits, in two's complement if it is signed: as many as the
     # name says, of which those of a narrower operand are the lowest.
-    named = _named_bits((name, path.stem)) or bits
+    named = _named_bits(names, operation) or bits
     masks = [
         -1 if _TYPES[each][1] else (1 << max(pair)) - 1
         for each, *pair in zip(types, bits, named, strict=True)
@@ -232,11 +245,12 @@ def load(path: Path, bits: tuple[int, int] | None, signed: bool | None) -> CFunc
         f"static_cast<{each}>(hoconv_lowest({operand}, {n}, {is_signed}) & {mask})"
         for each, operand, n, mask in zip(types, "ab", bits, masks, strict=True)
     )
-    call = _OF_INTEGERS.format(name=name, operands=operands, width=sum(bits), signed=is_signed)
+    width = sum(bits) if operation == "mul" else bits[0]
+    call = _OF_INTEGERS.format(name=name, operands=operands, width=width, signed=is_signed)
     code = _compile(path, text, call)
     figures = _figures(path, text)
     result_bits, _ = _TYPES.get(function[1].split("static")[-1].strip(), (64, True))
-    return CFunction(path, name, bits, signed, result_bits, figures, code)
+    return CFunction(operation, path, name, bits, signed, result_bits, figures, code)
 
 
 def load_float(path: Path) -> Callable[[Tensor, Tensor], Tensor]:
@@ -345,24 +359,25 @@ def _types(function: re.Match[str]) -> list[str]:
 
 def _operands(
     where: str, names: tuple[str, ...], types: list[str], bits: tuple[int, int] | None,
-    signed: bool | None,
+    signed: bool | None, operation: Operation,
 ) -> tuple[tuple[int, int], bool]:  # fmt: skip
     """Returns the bits of the operands and whether they are signed: by the arguments, else by the
     first name that says so, else by types that have no more bits than an operand of a table."""
     (width, type_signed), (other, other_signed) = (_TYPES[each] for each in types)
-    said = _search_name(names)
+    said = _search_name(names, operation)
     if said:
-        bits = bits or _named_bits(names)
-        signed = said[3] in "sS" if signed is None else signed
+        bits = bits or _named_bits(names, operation)
+        signed = said[3][0] in "sS" if signed is None else signed
     elif max(width, other) <= MOST and type_signed == other_signed:
         bits = bits or (width, other)
         signed = type_signed if signed is None else signed
     if bits is None or signed is None:
         raise ValueError(
             f"{where}: {' and '.join(types)} do not say which bits count; name the function as in "
-            "mul8u or mul12s, or give bits= and signed="
+            f"{operation}8u or {operation}12s"
+            + (", or give bits= and signed=" if operation == "mul" else "")
         )
-    most = MOST_OF_FUNCTIONS
+    most = MOST_OF_FUNCTIONS[operation]
     if not all(LEAST <= n <= min(most, _TYPES[t][0]) for n, t in zip(bits, types, strict=True)):
         raise ValueError(
             f"{where}: expected operands of {LEAST} to {most} bits that {' and '.join(types)} "
@@ -380,13 +395,14 @@ def _operands(
     return bits, signed
 
 
-def _search_name(names: tuple[str, ...]) -> re.Match[str] | None:
+def _search_name(names: tuple[str, ...], operation: Operation) -> re.Match[str] | None:
     """Returns what the first of these names that says so says of bits and sign."""
-    return next(filter(None, map(_NAME.search, names)), None)
+    pattern = re.compile(_NAME.format(operation), re.IGNORECASE)
+    return next(filter(None, map(pattern.search, names)), None)
 
 
-def _named_bits(names: tuple[str, ...]) -> tuple[int, int] | None:
-    said = _search_name(names)
+def _named_bits(names: tuple[str, ...], operation: Operation) -> tuple[int, int] | None:
+    said = _search_name(names, operation)
     return (int(said[1]), int(said[2] or said[1])) if said else None
 
 

@@ -144,7 +144,7 @@ def _of_floats(function: Callable[..., Any], bits: int, origin: str) -> Mantissa
 
 
 def _of_c(path: Path, bits: Bits | None, signed: bool | None) -> LookupTable | CFunction:
-    pair = None if bits is None else pair_of_bits(bits, most=MOST_OF_FUNCTIONS)
+    pair = None if bits is None else pair_of_bits(bits, most=MOST_OF_FUNCTIONS["mul"])
     function = c_functions.load(path, pair, signed)
     if max(function.bits) > MOST:
         function.check()

@@ -140,6 +140,101 @@ def test_layers_of_exact_products_compute_with_numbers_of_their_bits(
         torch.testing.assert_close(got, p.grad, rtol=1e-2, atol=1e-2)
 
 
+ADDER = """
+uint64_t add{bits}{sign}_T(uint64_t a, uint64_t b) {{  // no carry leaves the lowest 3 bits
+  const uint64_t low = (a | b) & 7, high = (a & ~7ull) + (b & ~7ull);
+  return (high | low) & {mask}ull;
+}}
+"""
+
+
+def adder(folder: Path, bits: int, signed: bool) -> Path:
+    path = folder / f"add{bits}{'se' if signed else 'u'}_T.c"
+    path.write_text(ADDER.format(bits=bits, sign="se" if signed else "u", mask=(1 << bits + 1) - 1))
+    return path
+
+
+def added(terms: Tensor, bits: int, signed: bool) -> Tensor:
+    """Adds terms (K, ...) one after the other as that function does."""
+    total, size = torch.zeros(terms.shape[1:], dtype=torch.int64), 1 << bits
+    for term in terms:
+        a, b = total % size, term % size
+        total = ((a | b) & 7) | ((a - a % 8 + b - b % 8) % size)
+    return torch.where(total >= size // 2, total - size, total) if signed else total
+
+
+@everywhere
+@signs
+@pytest.mark.parametrize("bits", [9, 16, 31])
+def test_an_adder_adds_products_of_tables_and_of_functions(
+    variant: Variant, tmp_path: Path, bits: int, signed: bool
+) -> None:
+    circuit, wide = function(tmp_path, (12, 10), signed, 0)
+    values = np.random.default_rng(0).integers(-900 if signed else 0, 900, (256, 256))
+    table = approx.LookupTable(values, signed=signed)
+    path = adder(tmp_path, bits, signed)
+    for B, M, K, N in ((2, 5, 9, 7), (1, 200, 4, 130), (1, 1, 0, 2)):
+        a, b = operands(circuit, 0, B, M, K), operands(circuit, 1, B, K, N)
+        for found in (wide, table):
+            left, right = a.to(found.dtype), b.to(found.dtype)
+            if found is wide:
+                terms = products(circuit, a[..., None], b[:, None])
+            else:
+                index = (left.long() % 256)[..., None], (right.long() % 256)[:, None]
+                terms = table.products[index].long()
+            out = table_matmul(
+                left.to(variant.device), right.to(variant.device), found, accumulator=path,
+                impl=variant.impl,
+            )  # fmt: skip
+            assert torch.equal(out.cpu().long(), added(terms.movedim(2, 0), bits, signed))
+
+
+@everywhere
+def test_layers_and_models_take_an_adder(variant: Variant, tmp_path: Path) -> None:
+    path = adder(tmp_path, 18, True)
+    values = np.arange(256).astype(np.int8).astype(int)
+    table = approx.LookupTable(np.multiply.outer(values, values), signed=True)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5)).to(variant.device)
+    x = torch.randn(2, 3, 4, 4, device=variant.device)
+    exact = model(x)
+    model = approx.convert(model, table, accumulator=path, impl=variant.impl).model
+    out = model(x)
+    torch.testing.assert_close(out, exact, rtol=0.1, atol=0.1)
+    out.sum().backward()
+    expected = model.eval()(x)
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(same(x), expected)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("add16u.c", "int add16u(unsigned a, unsigned b) { return a + b; }",
+         r"^accumulator: expected an adder of two signed numbers, as the products are, of up to"),
+        ("add33se.c", "int64_t add33se(int64_t a, int64_t b) { return a + b; }",
+         r"expected operands of 2 to 32 bits that int64_t and int64_t hold, got 33 and 33 bits$"),
+        ("sum.c", "int64_t sum(int64_t a, int64_t b) { return a + b; }",
+         r"int64_t and int64_t do not say which bits count; name the function as in add8u or add1"),
+        ("add9se.c", "// WCE = 2\nint add9se(int a, int b) { return (a | b) & 1023; }",
+         r"comment says WCE = 2, but with bits=\(9, 9\) and signed=True it is \d+ at least; corr"),
+        ("add9se.c", "int add9se(int a, int b) { return 4 * (a + b); }",
+         r"expected 10 bits, one more than an operand$"),
+        ("none.c", None, r"^accumulator: .*none\.c is no file$"),
+    ],
+)  # fmt: skip
+def test_wrong_adders_are_refused_in_one_line(
+    tmp_path: Path, name: str, source: str | None, message: str
+) -> None:
+    path = tmp_path / name
+    if source is not None:
+        path.write_text(source)
+    table = approx.LookupTable(np.ones((4, 4), int), signed=True)
+    with pytest.raises(ValueError, match=message) as refused:
+        approx.TableLinear(2, 3, table=table, accumulator=path)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_layer_is_copied_saved_exported_and_costs_what_its_file_says(tmp_path: Path) -> None:
     circuit, _ = function(tmp_path)
     path = tmp_path / f"mul12s_T{circuit.columns}.c"

@@ -367,7 +367,7 @@ def test_torch_library_finds_no_fault(variant: Variant, tmp_path: Path) -> None:
     source = tmp_path / "mul12s.c"
     source.write_text("int32_t mul12s(int16_t a, int16_t b) { return a * b; }")
     code = multiplier(source).code  # pyright: ignore[reportAttributeAccessIssue]
-    given = a.int(), b.int(), code, True
+    given = a.int(), b.int(), None, code, True
     torch.library.opcheck(ops.function_matmul.overload, (*given, "wrap:bits=9"))
     torch.library.opcheck(ops.function_multiply.overload, (given[0], given[0] + 1, code))
     grad = torch.randn(2, 3, 5, device=device)
