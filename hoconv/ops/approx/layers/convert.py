@@ -130,7 +130,7 @@ def convert(
         replacement = _make(layer, multiplier, gradient, impl)
         if replacement.quantizer is not None:
             replacement.quantizer.per_channel = per_channel
-            replacement.quantizer.choose_accumulator(accumulator)
+            replacement.quantizer.accumulator = accumulator
         made |= dict.fromkeys(own_names, replacement)
         done.replaced |= dict.fromkeys(own_names, str(multiplier))
     for name, layer in made.items():  # after all errors

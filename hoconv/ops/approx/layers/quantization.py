@@ -117,14 +117,13 @@ class Quantizer(nn.Module):
         multiplier: of integers.
         gradient: what the layer's gradient was chosen to be; see :func:`choose`.
         per_channel: whether the weight has a scale for each channel of the output.
-        accumulator: what sums are kept in; see :func:`hoconv.approx.table_matmul`.
     """
 
     def __init__(self, multiplier: OfIntegers, gradient: Any = "ste") -> None:
         super().__init__()
         self.multiplier = multiplier
         self.per_channel = False
-        self.choose_accumulator(None)
+        self.accumulator = None
         self.input = Observer()
         self.choose_gradient(gradient)
 
@@ -132,10 +131,15 @@ class Quantizer(nn.Module):
         """Sets the gradient; errors are those of :func:`choose`."""
         self.gradient, self._derivatives = choose(gradient, self.multiplier)
 
-    def choose_accumulator(self, accumulator: AnyAccumulator) -> None:
-        """Sets the accumulator; errors are those of :func:`code_of`."""
-        self._accumulator = code_of(accumulator, self.multiplier.signed)
-        self.accumulator = accumulator
+    @property
+    def accumulator(self) -> AnyAccumulator:
+        """What sums are kept in; see :func:`hoconv.approx.table_matmul`."""
+        return self._accumulator
+
+    @accumulator.setter
+    def accumulator(self, accumulator: AnyAccumulator) -> None:
+        self._code = code_of(accumulator, self.multiplier.signed)
+        self._accumulator = accumulator
 
     def extra_repr(self) -> str:
         scales = "channel" if self.per_channel else "tensor"
@@ -161,7 +165,7 @@ class Quantizer(nn.Module):
             weight = weight / scales.view(-1, *[1] * (weight.dim() - 1))
         terms = [each and each.on(x.device) for each in self._derivatives]
         grids = [*of_x, scale, zero_point, *self.multiplier.for_op(x.device), *terms]
-        grids += [self.multiplier.signed, self._accumulator]
+        grids += [self.multiplier.signed, self._code]
         return x, weight, grids, scales
 
     def ops(self, x: Tensor, K: int, impl: str) -> Ops:

@@ -66,7 +66,7 @@ class TableConv2d(ApproxConv2d):
         )  # fmt: skip
         self.quantizer.input = Observer(observer, momentum).to(device)
         self.quantizer.per_channel = is_per_channel(weight_scales)
-        self.quantizer.choose_accumulator(accumulator)
+        self.quantizer.accumulator = accumulator
 
 
 class TableLinear(ApproxLinear):
@@ -103,4 +103,4 @@ class TableLinear(ApproxLinear):
         )  # fmt: skip
         self.quantizer.input = Observer(observer, momentum).to(device)
         self.quantizer.per_channel = is_per_channel(weight_scales)
-        self.quantizer.choose_accumulator(accumulator)
+        self.quantizer.accumulator = accumulator
