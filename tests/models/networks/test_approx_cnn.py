@@ -40,5 +40,5 @@ def test_a_file_of_a_multiplier_quantises_every_layer(tmp_path):
     network = ApproxCNN((1, 8, 8), 10, 2, str(path))
     network(torch.randn(2, 1, 8, 8)).sum().backward()
     found = [layer for _, layer in layers(network)]
-    assert {layer.quantizer.table for layer in found} == {found[0].multiplier}
+    assert {layer.quantizer.multiplier for layer in found} == {found[0].multiplier}
     assert {(layer.gradient, layer.operator.name) for layer in found} == {("ste", "approx_matmul")}
