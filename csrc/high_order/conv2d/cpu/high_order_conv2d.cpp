@@ -29,7 +29,9 @@
 namespace hoconv::high_order::conv2d {
 namespace {
 
-constexpr int64_t kChannelBlock = 4;               // channels that share a weight register
+constexpr int64_t kChannelBlock = 4;  // channels that share a weight register
+// The same in the forward of rows of a single register, which has no other sums to add meanwhile.
+constexpr int64_t kNarrowChannelBlock = 8;
 constexpr int64_t kTapBlock = 6;                   // weight gradients kept in registers at once
 constexpr int64_t kStripBytes = int64_t{1} << 17;  // a small part of the L2 cache
 constexpr int64_t kStripsAThread = 4;              // so that no thread waits long for the last
@@ -110,10 +112,16 @@ struct Worker {
         width(round_up(std::max(p.across.in, p.across.out) + across.reach() + V::size, V::size)) {
     if (needs_grad && !p.is_plain()) sums.emplace(p.across, across, p.group_channels(), 1);
     weights.resize(p.taps() * rows * width);
-    buffer.resize(kChannelBlock * round_up(std::max(p.across.in, p.across.out), V::size));
+    buffer.resize(kNarrowChannelBlock * round_up(std::max(p.across.in, p.across.out), V::size));
     for (const int64_t at : down.at)
       lines.push_back(at * x.width()), mirrored_lines.push_back(-at * grad.width);
     for (const int64_t at : across.at) mirrored_offsets.push_back(-at);
+  }
+
+  static bool is_narrow(const Problem& p) { return p.across.out < 2 * V::size; }
+  // The channels that the forward computes at once.
+  static int64_t channel_block(const Problem& p) {
+    return std::min(p.group_channels(), is_narrow(p) ? kNarrowChannelBlock : kChannelBlock);
   }
 
   A* weight_row(int64_t tap, int64_t r) { return weights.data + (tap * rows + r) * width; }
@@ -156,7 +164,7 @@ struct Worker {
       }
     }
     // The weights of a strip stay in the L2 cache, so that x is copied for a block of channels.
-    for_each_block<kChannelBlock>(p.group_channels(), [&](int64_t c, auto N) {
+    const auto compute = [&](int64_t c, auto N) {
       load_x(image + c * xs.c, xs, first, count, N);
       for (int64_t r = 0; r < count; ++r) {
         const T* row = weight + (first + r) * ws.h;
@@ -167,7 +175,11 @@ struct Worker {
         apply<N, false>({x.row(0, read), x.plane(), lines.data(), x.offsets().data()}, tap_weight,
                         next_tap, next, ws, out + c * os.c + (first + r) * os.h, os, W);
       }
-    });
+    };
+    if (is_narrow(p))
+      for_each_block<kNarrowChannelBlock>(p.group_channels(), compute);
+    else
+      for_each_block<kChannelBlock>(p.group_channels(), compute);
   }
 
   // grad_x[c, h, w] = sum over taps of weight[tap, h', w'] * grad[c, h', w'], for the output pixel
@@ -371,8 +383,7 @@ void for_each_strip(const Problem& p, int64_t height, const Tensor* x, const Ten
     with_workers(1, Strips(p, height, 1, kLastRows),
                  [&] { return LastWorker<T>(p, down, across); });
   } else {
-    const int64_t group = p.group_channels();
-    const int64_t channels = grad ? group : std::min(group, kChannelBlock);
+    const int64_t channels = grad ? p.group_channels() : Worker<T>::channel_block(p);
     // A strip copies the rows around it, too: the forward, which has no second image, takes more.
     const int64_t bytes = grad ? kStripBytes : 2 * kStripBytes;
     const Strips strips = Strips::that_fit(p, height, channels, sizeof(acc_t<T>), bytes);
