@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from datamodules.recall import Recall
 
@@ -70,7 +72,7 @@ def test_wrong_sizes_are_refused_by_name(options: Any, message: str) -> None:
         load(**options)
 
 
-def test_a_delta_rule_learns_to_recall(run) -> None:
+def test_a_delta_rule_learns_to_recall_and_predicts_from_no_picture(run, tmp_path: Path) -> None:
     done = run(
         "experiment=recall", "trainer=cpu", "impl=cpp", "logger=csv", "seed=1", "data.pairs=2",
         "data.keys=4", "data.values=4", "data.size=3000", "model.network.hidden_size=16",
@@ -78,3 +80,7 @@ def test_a_delta_rule_learns_to_recall(run) -> None:
     )  # fmt: skip
     assert done.exit_code == 0, done.err
     assert done.results["metrics"]["test/accuracy"] > 0.9  # guessing: 0.25
+    Image.new("L", (8, 5)).save(tmp_path / "grey.png")
+    (ckpt,) = (done.folder / "checkpoints").iterdir()
+    done = run("mode=predict", f"ckpt={ckpt}", f"input={tmp_path}", "trainer=cpu", "impl=cpp")
+    assert "input: a Recall says nothing of how its model reads the images of a folder" in done.err

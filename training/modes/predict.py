@@ -178,7 +178,8 @@ def _images(source: str, data: DictConfig, names: list[str] | None) -> Any:
             source, shape, data.batch_size, data.get("num_workers", 0),
             class_names=names,
         )  # fmt: skip
-    if issubclass(dataset, ImageDataModule):
+    # Data whose shape depends on its arguments, such as sequences, are not read from pictures.
+    if issubclass(dataset, ImageDataModule) and isinstance(dataset.image_shape, tuple):
         return ImageFolder(
             source, dataset.image_shape, data.batch_size,
             normalise=dataset.normalise_file, class_names=names,

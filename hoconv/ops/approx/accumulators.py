@@ -1,4 +1,4 @@
-"""What adds up products of integers.
+"""Registers and adders that sum products of integers.
 
 A sum starts at 0, and products are added in ascending order of what is summed over. By default it
 is exact. A register of few bits either wraps, or saturates: then each addition ends at the limit

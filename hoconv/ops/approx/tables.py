@@ -159,8 +159,9 @@ def table_matmul(
             exact number; ``"saturate:bits=n"``, a register of n bits, signed as the table is, that
             stays at its limit where an addition would pass it; ``"wrap:bits=n"``, one that keeps
             its lowest bits; or a ``.c`` file with an adder of two integers, as EvoApproxLib has
-            them: ``uint32_t add16u_0NT(uint32_t A, uint32_t B)``. It adds a product to a sum of n
-            bits, of which n are kept. n is from 2 to 32, or to 31 of an unsigned table.
+            them: ``uint32_t add16u_0NT(uint32_t A, uint32_t B)``. Of a
+            product, and of what the adder returns, the n lowest bits count. n is from 2 to 32, or
+            to 31 of an unsigned table.
         impl: ``"auto"``, ``"reference"``, ``"cpp"`` or ``"cuda"``.
 
     Returns:

@@ -133,7 +133,7 @@ class Quantizer(nn.Module):
 
     @property
     def accumulator(self) -> AnyAccumulator:
-        """What sums are kept in; see :func:`hoconv.approx.table_matmul`."""
+        """Returns what keeps sums, as :func:`hoconv.approx.table_matmul` takes it."""
         return self._accumulator
 
     @accumulator.setter

@@ -38,7 +38,7 @@ def operands(circuit: Circuit, operand: int, *shape: int) -> Tensor:
 
 
 def products(circuit: Circuit, a: Tensor, b: Tensor) -> Tensor:
-    """Of shapes that broadcast, int64."""
+    """Returns the circuit's products of operands whose shapes broadcast, int64."""
     return torch.from_numpy(circuit.products(a.long().numpy(), b.long().numpy()))
 
 
@@ -200,6 +200,10 @@ def test_layers_and_models_take_an_adder(variant: Variant, tmp_path: Path) -> No
     model = approx.convert(model, table, accumulator=path, impl=variant.impl).model
     out = model(x)
     torch.testing.assert_close(out, exact, rtol=0.1, atol=0.1)
+    without = copy.deepcopy(model).eval()
+    without[0].quantizer.accumulator = without[2].quantizer.accumulator = None  # pyright: ignore
+    assert not torch.equal(without(x), model.eval()(x))
+    model.train()
     out.sum().backward()
     expected = model.eval()(x)
     for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
