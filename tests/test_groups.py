@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +20,7 @@ import train
 from models.tasks.classifier import Classifier
 from training.command import check_command
 from training.configuration.errors import MisconfigurationException
+from training.results.loggers import make_loggers
 
 CONF = Path(train.__file__).parent / "conf"
 SHORT = ("debug=fast", "impl=reference", "trainer=cpu", "model.network.width=4")
@@ -185,6 +193,29 @@ def test_mlflow_has_a_run_for_each_job(run, tmp_path: Path, monkeypatch: pytest.
         assert each.info.status == "FINISHED"
         assert {"train/loss", "val/accuracy", "test/accuracy"} <= each.data.metrics.keys()
         assert each.data.tags["impl"] == "reference"
+
+
+def test_a_logger_that_goes_on_may_take_a_name(tmp_path: Path):
+    described = {"_target_": "pytorch_lightning.loggers.CSVLogger", "save_dir": str(tmp_path)}
+    (logger,) = make_loggers(OmegaConf.create({"csv": described}), [{"name": "before"}])
+    assert logger.name == "before"
+
+
+def test_trackio_has_a_run_for_each_job(tmp_path: Path):
+    pytest.importorskip("trackio", reason="needs hoconv[trackio]")
+    command = [train.__file__, "-m", *SHORT, "logger=trackio", "seed=1,2"]
+    where = os.environ | {"TRACKIO_DIR": str(tmp_path)}  # read when Trackio is imported
+    subprocess.run([sys.executable, *command], check=True, cwd=tmp_path, env=where)
+    with sqlite3.connect(tmp_path / "hoconv.db") as file:
+        rows = file.execute("SELECT run_name, metrics FROM metrics").fetchall()
+        configured = file.execute("SELECT config FROM configs").fetchall()
+    names = defaultdict(set)
+    for name, metrics in rows:
+        names[re.sub(r" [-\d]+ [:\d]+$", "", name)[-6:]] |= json.loads(metrics).keys()
+    assert names.keys() == {"seed 1", "seed 2"}
+    for found in names.values():
+        assert {"train/loss", "val/accuracy", "test/accuracy"} <= found
+    assert {json.loads(config)["seed"] for (config,) in configured} == {1, 2}
 
 
 @pytest.mark.parametrize(

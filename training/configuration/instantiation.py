@@ -49,7 +49,7 @@ def entries(group: str, described: Any) -> dict[str, Any]:
 
 
 def instantiate_as(
-    kind: type[Kind], name: str, config: Any, expected: str, **arguments: Any
+    kind: type[Kind], name: str, config: Any, expected: str, /, **arguments: Any
 ) -> Kind:
     """As :func:`instantiate`, for an entry of a group of the configuration.
 
