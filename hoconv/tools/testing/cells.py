@@ -6,9 +6,10 @@ B batch, T time steps, n features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hoconv.recurrent import reference
@@ -32,8 +33,21 @@ def no_loop(program: Program) -> None:
     """Returns None, so that a program runs op by op and not as one generated loop."""
 
 
-def assert_close(cell: BoundCell, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
-    """Asserts that results and gradients of a cell are those of its definition, NaN included."""
+def assert_close(
+    cell: BoundCell,
+    got: Mapping[str, Tensor],
+    exact: Mapping[str, Tensor],
+    alone: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Asserts that results and gradients of a cell are those of its definition, NaN included.
+
+    Args:
+        alone: those of each sequence by itself, without steps past its end. They are right, too,
+            where such a step makes NaN of a gradient: a state that was taken out of the loop does
+            not go through it.
+    """
+    if alone is not None:
+        exact = {n: alone[n].where(t.isnan() & ~got[n].isnan(), t) for n, t in exact.items()}
     if not _reads_every_state(cell):
         # Autograd has no gradient for a state that no step reads; a program has zeros, which
         # become NaN where they are multiplied by NaN or infinity.
@@ -54,6 +68,16 @@ def gradients(
         materialize_grads=True, allow_unused=True,
     )  # fmt: skip
     return dict(zip(leaves, found, strict=True))
+
+
+def join(each: Sequence[Mapping[str, Tensor]], steps: int, axis: int) -> dict[str, Tensor]:
+    """Joins the results of single sequences to those of a batch of so many steps: outputs
+    (T, 1, n), and final states, whose axis of the batch is given."""
+    padded = [F.pad(results["output"], (0, 0, 0, 0, 0, steps - len(results["output"])))
+              for results in each]  # fmt: skip
+    finals = {name: torch.cat([results[name] for results in each], axis)
+              for name in each[0] if name != "output"}  # fmt: skip
+    return {"output": torch.cat(padded, 1), **finals}
 
 
 def _reads_every_state(cell: BoundCell) -> bool:
@@ -127,18 +151,29 @@ class CellCase:
         self.sequences = {"x": self.x, **self.constants, **({"reset": reset} if resets else {}),
                           **({"valid": valid} if masked else {})}  # fmt: skip
         self.seed = torch.tensor(1234567890123, device=device)
-        output, final = reference.recurrent(
-            self.cell, self.x, list(self.states.values()), self.parameters,
-            constants=list(self.constants.values()), valid=valid if masked else None,
-            reset=reset if resets else None, training=True, seed=self.seed, reverse=reverse,
-        )  # fmt: skip
-        self.exact = {"output": output, **dict(zip(self.states, final))}
+        self.exact = self._define(slice(B), T)
         self.cotangents = {name: draw(*t.shape).detach() for name, t in self.exact.items()}
         self.leaves = {"x": self.x, **self.constants, **self.states, **self.parameters}
         self.gradients = gradients(self.exact, self.leaves, self.cotangents)
+        self.alone = None
+        if masked and any(t.isnan().any() for t in self.gradients.values()):
+            each = [self._define(slice(b, b + 1), n) for b, n in enumerate(lengths.tolist())]
+            whole = join(each, T, 0)
+            self.alone = whole | gradients(whole, self.leaves, self.cotangents)
+
+    def _define(self, rows: slice, steps: int) -> dict[str, Tensor]:
+        """Computes the results of some rows of the batch by the definition; of the first steps."""
+        read = {name: t[:steps, rows] for name, t in self.sequences.items()}
+        output, final = reference.recurrent(
+            self.cell, read["x"], [t[rows] for t in self.states.values()], self.parameters,
+            constants=[read[name] for name in self.constants],
+            valid=read.get("valid"), reset=read.get("reset"),
+            training=True, seed=self.seed, reverse=self.options["reverse"],
+        )  # fmt: skip
+        return {"output": output, **dict(zip(self.states, final))}
 
     def assert_close(self, got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> None:
-        assert_close(self.cell, got, exact)
+        assert_close(self.cell, got, exact, self.alone)
 
     def check(self, program: Program) -> Program:
         """Asserts that a program's results, and its gradients by autograd, are exact."""
