@@ -10,12 +10,12 @@ import functools
 import torch
 from torch import Tensor
 
+from hoconv.jit.driver import Cubin, open_cubin
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.scan import LANES, MOST_BLOCKS, ScanSource
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.clusters import CAPABILITY, open_cubin
-from hoconv.recurrent.runtime.driver import Cubin
+from hoconv.recurrent.runtime.clusters import CAPABILITY
 from hoconv.recurrent.runtime.interpret import Tensors
 from hoconv.recurrent.runtime.workspace import as_argument, describe_call
 
