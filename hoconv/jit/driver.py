@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -217,3 +217,8 @@ def use(device: torch.device) -> AbstractContextManager[Any]:
 
 
 _NOTHING = nullcontext()
+
+
+def as_argument(fields: Sequence[int]) -> Any:
+    """An argument of a kernel that consists of these int64."""
+    return (ctypes.c_int64 * len(fields))(*fields)

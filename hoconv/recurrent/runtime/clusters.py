@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hoconv.jit import BuildError
-from hoconv.jit.driver import Cubin, open_cubin
+from hoconv.jit.driver import Cubin, as_argument, open_cubin
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import HEADER, NAME, ClusterSource, emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
@@ -25,7 +25,7 @@ from hoconv.recurrent.ir.program import BYTES, Group, Program, flat
 from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
-from hoconv.recurrent.runtime.workspace import as_argument, describe_call
+from hoconv.recurrent.runtime.workspace import describe_call
 
 # The first compute capability whose blocks form clusters.
 CAPABILITY = (9, 0)
