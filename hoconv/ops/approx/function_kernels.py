@@ -25,6 +25,7 @@ _MOST_BLOCKS = 2**31 - 1  # of a launch; beyond these, a block computes several 
 # What is not marked is for a GPU. Arithmetic of floats is IEEE's, as on a CPU.
 _FLAGS = ("--device-as-default-execution-space", "--fmad=false")
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*", re.MULTILINE)
+_MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 _ERROR = re.compile(r"^(.+\.c)\((\d+)\): error: (.*)", re.MULTILINE)
 _KERNELS = """\
 #include "approx/cuda/functions.cuh"
@@ -101,8 +102,9 @@ def source(function: str | None, accumulator: str | None = None, signed: bool = 
 
 
 def _define(name: str, code: str) -> tuple[str, str]:
-    """Returns the text of a function in a namespace, and what calls it."""
-    text = f"namespace {name} {{\n{_INCLUDE.sub('', code)}}}\n"
+    """Returns the text of a function, whose names and macros no other text sees, and a call."""
+    end = "".join(f"#undef {macro}\n" for macro in sorted({*_MACRO.findall(code)}))
+    text = f"namespace {name} {{\n{_INCLUDE.sub('', code)}}}\n{end}"
     return text, f"[](int64_t a, int64_t b) {{ return {name}::hoconv_result(a, b); }}"
 
 

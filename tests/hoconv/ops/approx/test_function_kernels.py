@@ -135,51 +135,56 @@ def test_what_a_source_takes_from_c_is_there_or_refused_in_one_line(
 
 
 @needs_compiler
-@needs_nvrtc
-def test_a_multiplier_and_an_adder_have_functions_of_the_same_name(tmp_path: Path) -> None:
-    part = "static int part(int n) {{ return n {}; }}\n"
-    codes = []
-    for name, operation in (("mul12s", "*"), ("add20se", "+")):
+def test_a_multiplier_and_an_adder_have_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[Any] = []
+    for name, operation, mask in (("mul12s", "*", 1), ("add20se", "+", 6)):
         path = tmp_path / f"{name}.c"
-        body = f"int {name}(int a, int b) {{ return part(a) {operation} b; }}\n"
-        path.write_text(COMMON + part.format("& ~1") + body)
+        path.write_text(
+            f"{COMMON}#ifndef MASK\n#define MASK {mask}\n#endif\n#define p 0\n"
+            "static int part(int n) { return n & ~MASK; }\n"
+            f"int {name}(int a, int b) {{ return (part(a) {operation} b) + p; }}\n"
+        )
         codes.append(code_of(path, True) if operation == "+" else multiplier(path).code)  # pyright: ignore[reportAttributeAccessIssue]
-    function_kernels.compile_source(function_kernels.source(*codes), "sm_90")
+    monkeypatch.setattr(function_kernels, "_launch", launcher([function_kernels.source(*codes)]))
+    case = None, codes[0], True, codes[1]
+    a, b = whole(1, 4, 9), whole(1, 9, 5)
+    expected = function_products.matmul(a, b, *case)
+    assert torch.equal(function_kernels.matmul(a, b, *case), expected)
 
 
 @pytest.mark.gpu
-def test_graphs_record_calls_that_never_wait_for_the_cpu(tmp_path: Path) -> None:
-    wide = function(tmp_path, (12, 10), True, 3)[1]
-    values = np.random.default_rng(0).integers(-900, 900, (256, 256))
-    table = approx.LookupTable(values, signed=True)
-    path = adder(tmp_path, 17, True)
-    calls = [
-        (wide, None), (wide, "saturate:bits=20"), (wide, "wrap:bits=18"), (wide, path),
-        (table, path),
-    ]  # fmt: skip
-    for found, accumulator in calls:
+@pytest.mark.parametrize("accumulator", ACCUMULATORS)
+@pytest.mark.parametrize("kind", ["function", "table"])
+def test_a_graph_records_what_a_gpu_computes_as_a_cpu_does(
+    tmp_path: Path, kind: str, accumulator: Any
+) -> None:
+    if kind == "function":
+        found = function(tmp_path, (12, 10), True, 3)[1]
+    else:
+        values = np.random.default_rng(0).integers(-900, 900, (256, 256))
+        found = approx.LookupTable(values, signed=True)
+    if accumulator == "adder":
+        accumulator = adder(tmp_path, 17, True)
 
-        def call(a: Tensor, b: Tensor, found: Any = found, accumulator: Any = accumulator) -> Any:
-            out = table_matmul(a, b, found, accumulator=accumulator)
-            return out, approx.multiply(a, a, found) if found is wide else out
+    def draw() -> list[Tensor]:
+        return [whole(*shape).to(found.dtype) for shape in ((2, 37, 65), (2, 65, 41))]
 
-        def draw(found: Any = found) -> list[Tensor]:
-            shapes = (2, 37, 65), (2, 65, 41)
-            return [torch.randint(-128, 128, shape).to(found.dtype) for shape in shapes]
+    def call(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        sums = table_matmul(a, b, found, accumulator=accumulator)
+        return sums, approx.multiply(a, a.flip(2), found)
 
-        a, b = (t.cuda() for t in draw())
-        call(a, b)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.cuda.graph(graph):
-                outs = call(a, b)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        for _ in range(2):
-            new = draw()
-            a.copy_(new[0]), b.copy_(new[1])
-            graph.replay()
-            for out, expected in zip(outs, call(*new), strict=True):
-                assert torch.equal(out.cpu(), expected)
+    a, b = (t.cuda() for t in draw())
+    call(a, b)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # which refuses a copy to the CPU
+        out = call(a, b)
+    for _ in range(2):
+        new = draw()
+        for t, values in zip((a, b), new, strict=True):
+            t.copy_(values)
+        graph.replay()
+        for found_there, expected in zip(out, call(*new), strict=True):
+            assert torch.equal(found_there.cpu(), expected)
