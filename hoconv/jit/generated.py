@@ -13,12 +13,13 @@ _FOLDERS = (headers.CSRC, headers.PUBLIC)
 _QUICK_FLOATS = ("--prec-div=false", "--prec-sqrt=false")
 
 
-def compile_cpp(name: str, text: str) -> Path:
+def compile_cpp(name: str, text: str, options: Sequence[str] = ()) -> Path:
     """Compiles a C++ source unless the cache has it.
 
     Args:
         name: what files of the cache begin with.
         text: the source, which can include headers of csrc/.
+        options: of the compiler, beside those of all loops.
 
     Returns:
         The path of the shared library.
@@ -27,7 +28,8 @@ def compile_cpp(name: str, text: str) -> Path:
         BuildError: no compiler was found, or it failed.
     """
     command = compilers.compiler("cpu")
-    flags = [*compilers.flags("cpu", compilers.machine("cpu")), *compilers.LOOP_FLAGS]
+    machine = compilers.machine("cpu")
+    flags = [*compilers.flags("cpu", machine), *compilers.LOOP_FLAGS, *options]
 
     def make(folder: Path) -> Path:
         source, shared = folder / "source.cpp", folder / "library.so"

@@ -4,7 +4,8 @@
 // A block computes a tile of the result. A warp reads the left operand of a row and, a lane each,
 // the right operands of 32 columns. The functions' own instructions take most of the time: a thread
 // has a few sums, so that it waits for none of them, and no more, since each takes a copy of both
-// functions.
+// functions. For sm_90 they are 12 instructions a product of a table and an adder, 17 of a * b in a
+// register that saturates, and 415 of 16 x 16 bits, gate by gate, and an adder.
 //
 // B batch, M, N rows and columns of a matrix product, K what it sums over.
 #pragma once

@@ -22,7 +22,7 @@ from hoconv.ops.approx.accumulators import Adder, parse
 # As in functions.cuh.
 _THREADS, _ROWS, _COLUMNS = 256, 32, 32
 _MOST_BLOCKS = 2**31 - 1  # of a launch; beyond these, a block computes several tiles
-# What is not marked is for a GPU. Arithmetic of floats is IEEE's, as on a CPU.
+# What is not marked is for a GPU. Products and quotients of floats are rounded, as on a CPU.
 _FLAGS = ("--device-as-default-execution-space", "--fmad=false")
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*", re.MULTILINE)
 _MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)

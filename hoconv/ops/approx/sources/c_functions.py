@@ -78,6 +78,7 @@ extern "C" void hoconv_outer(const int64_t* a, int64_t rows, const int64_t* b, i
 _ARGUMENTS = {  # p: a pointer
     "hoconv_call": "pppi", "hoconv_multiply": "pppi", "hoconv_outer": "pipip",
 }  # fmt: skip
+_OPTIONS = ["-ffp-contract=off"]  # a product of floats is rounded, whatever the machine has
 _CHECKED = 1 << 18  # pairs of operands of more than 8 bits that a function is called with
 
 
@@ -329,7 +330,7 @@ def library(code: str) -> Any:
     """
     from hoconv.jit import generated  # here, since most programs compile nothing
 
-    loaded = ctypes.CDLL(str(generated.compile_cpp("multiplier", code)))
+    loaded = ctypes.CDLL(str(generated.compile_cpp("multiplier", code, _OPTIONS)))
     for name, arguments in _ARGUMENTS.items():
         if hasattr(loaded, name):
             function = getattr(loaded, name)
