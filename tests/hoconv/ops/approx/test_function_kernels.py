@@ -98,6 +98,7 @@ def test_kernels_compute_what_a_cpu_does(tmp_path: Path, monkeypatch: pytest.Mon
                 assert torch.equal(function_kernels.multiply(a, b, code), expected)
 
 
+@needs_compiler
 @needs_nvrtc
 def test_nvrtc_compiles_the_kernels(tmp_path: Path) -> None:
     for table, code, signed, accumulator in given(tmp_path):
