@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from hoconv.jit import cache, compilers, headers, nvrtc
 
 _FOLDERS = (headers.CSRC, headers.PUBLIC)
+# Division in float32 to two units in the last place, square roots to one: exact ones branch.
+_QUICK_FLOATS = ("--prec-div=false", "--prec-sqrt=false")
 
 
-def compile_cpp(name: str, text: str) -> Path:
+def compile_cpp(name: str, text: str, options: Sequence[str] = ()) -> Path:
     """Compiles a C++ source unless the cache has it.
 
     Args:
         name: what files of the cache begin with.
         text: the source, which can include headers of csrc/.
+        options: of the compiler, beside those of all loops.
 
     Returns:
         The path of the shared library.
@@ -24,7 +28,8 @@ def compile_cpp(name: str, text: str) -> Path:
         BuildError: no compiler was found, or it failed.
     """
     command = compilers.compiler("cpu")
-    flags = [*compilers.flags("cpu", compilers.machine("cpu")), *compilers.LOOP_FLAGS]
+    machine = compilers.machine("cpu")
+    flags = [*compilers.flags("cpu", machine), *compilers.LOOP_FLAGS, *options]
 
     def make(folder: Path) -> Path:
         source, shared = folder / "source.cpp", folder / "library.so"
@@ -38,13 +43,16 @@ def compile_cpp(name: str, text: str) -> Path:
     return cache.keep(f"{name}-{key}-{compilers.identity(command)}.so", make)
 
 
-def compile_cuda(name: str, text: str, architecture: str) -> Path:
+def compile_cuda(
+    name: str, text: str, architecture: str, options: Sequence[str] = _QUICK_FLOATS
+) -> Path:
     """Compiles a CUDA source unless the cache has it.
 
     Args:
         name: what files of the cache begin with.
         text: the source, which can include headers of csrc/ and no others.
         architecture: of the GPU, such as ``"sm_90"``.
+        options: of NVRTC, beside those of the architecture, the language and the headers.
 
     Returns:
         The path of the machine code, a cubin.
@@ -52,9 +60,7 @@ def compile_cuda(name: str, text: str, architecture: str) -> Path:
     Raises:
         BuildError: there is no NVRTC, or it failed.
     """
-    # Division in float32 to two units in the last place, square roots to one: exact ones branch.
-    precision = ["--prec-div=false", "--prec-sqrt=false"]
-    flags = [f"--gpu-architecture={architecture}", "--std=c++17", *precision]
+    flags = [f"--gpu-architecture={architecture}", "--std=c++17", *options]
     includes = [f"--include-path={folder}" for folder in _FOLDERS]
 
     def make(folder: Path) -> Path:

@@ -1,8 +1,8 @@
 """Products, or sums of products, of integers by compiled functions in C.
 
-They are computed on the CPU, also for tensors of another device. A multiplier of 9 to 16 bits has
-no table, and an adder none either. A thread takes a block of rows; a function runs in a compiled
-loop over the products of a column and a row, which the compiler vectorises if it can.
+A multiplier of 9 to 16 bits has no table, and an adder none either. A GPU runs the kernels of
+function_kernels.py. On a CPU a thread takes a block of rows; a function runs in a compiled loop
+over the products of a column and a row, which the compiler vectorises if it can.
 
 B batch, M, N rows and columns of a matrix product, K what it sums over.
 """
@@ -22,6 +22,10 @@ _BLOCK = 1 << 14  # sums of a thread at once, about: with their products, 256 Ki
 
 def multiply(a: Tensor, b: Tensor, function: str) -> Tensor:
     """The products of integers a and b of equal shapes, int64."""
+    if a.is_cuda:
+        from hoconv.ops.approx import function_kernels  # here, since most programs compile nothing
+
+        return function_kernels.multiply(a, b, function)
     left, right = (t.cpu().long().contiguous() for t in (a, b))
     products = torch.empty_like(left)
     call = library(function).hoconv_multiply
@@ -35,6 +39,10 @@ def matmul(
 ) -> Tensor:  # fmt: skip
     """a (B, M, K) times b (B, K, N) of integers, (B, M, N) int64. Their products are those of a
     table (256, 256) of bytes, or of a function. `accumulator` adds them to 0 in ascending k."""
+    if a.is_cuda:
+        from hoconv.ops.approx import function_kernels
+
+        return function_kernels.matmul(a, b, table, function, signed, accumulator)
     outer = None if function is None else library(function).hoconv_outer
     accumulate = parse(accumulator, signed)
     (B, M, K), N = a.shape, b.shape[2]

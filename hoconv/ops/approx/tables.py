@@ -169,7 +169,8 @@ def table_matmul(
 
     Raises:
         ValueError: the shapes do not fit; an exact sum of K products could exceed int32; there is
-            no such accumulator; an adder is of other numbers than the table's sign says.
+            no such accumulator; an adder is of other numbers than the table's sign says; a function
+            in C does not compile for the GPU that has a.
         TypeError: a dtype is not the table's.
         hoconv.dispatch.implementations.ImplementationError: `impl` names one that cannot run here.
     """

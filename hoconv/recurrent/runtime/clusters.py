@@ -9,15 +9,14 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hoconv.jit import BuildError
+from hoconv.jit.driver import Cubin, as_argument, open_cubin
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cluster.kernel import HEADER, NAME, ClusterSource, emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
@@ -25,9 +24,8 @@ from hoconv.recurrent.ir.kinds import PRODUCTS, is_reduction
 from hoconv.recurrent.ir.program import BYTES, Group, Program, flat
 from hoconv.recurrent.passes.cluster.distribute import distribute, refuse
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.driver import Cubin, load_driver, open_context
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
-from hoconv.recurrent.runtime.workspace import as_argument, describe_call
+from hoconv.recurrent.runtime.workspace import describe_call
 
 # The first compute capability whose blocks form clusters.
 CAPABILITY = (9, 0)
@@ -263,27 +261,6 @@ def _describe(device: torch.device) -> Chip:
 
 def _load_cubin(text: str, architecture: str) -> Cubin:
     return open_cubin(compile_cuda("recurrent", text, architecture))
-
-
-def open_cubin(path: Path) -> Cubin:
-    """Loads a cubin, which launches its kernels on PyTorch's current stream."""
-    return Cubin(load_driver(), path.read_bytes(), current_stream)
-
-
-def current_stream() -> int:
-    """Returns what ``torch.cuda.current_stream().cuda_stream`` is, in a tenth of the time."""
-    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-
-
-def use(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one; where it is already, without what torch.cuda.device does."""
-    if device.index == torch._C._cuda_getDevice():
-        open_context(device.index)
-        return _NOTHING
-    return torch.cuda.device(device.index)
-
-
-_NOTHING = nullcontext()
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hoconv import cuda_graphs, jit
 from hoconv.jit import nvrtc
+from hoconv.jit.driver import Cubin, current_stream, open_cubin, use
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
 from hoconv.recurrent.codegen.matrix.kernel import emit_matrix
@@ -26,14 +27,7 @@ from hoconv.recurrent.codegen.scan import emit_scan
 from hoconv.recurrent.ir.program import Group, Program
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.clusters import (
-    CAPABILITY,
-    Clusters,
-    current_stream,
-    open_cubin,
-    use,
-)
-from hoconv.recurrent.runtime.driver import Cubin
+from hoconv.recurrent.runtime.clusters import CAPABILITY, Clusters
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
 from hoconv.recurrent.runtime.matrices import MatrixLoop
 from hoconv.recurrent.runtime.scans import ScanLoop

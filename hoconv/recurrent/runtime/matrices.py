@@ -12,14 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hoconv.jit.driver import Cubin, as_argument, open_cubin
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.matrix.kernel import LEAST_SHARED_BYTES, MatrixSource, emit_matrix
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.clusters import open_cubin
-from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import Tensors
-from hoconv.recurrent.runtime.workspace import as_argument, describe_call
+from hoconv.recurrent.runtime.workspace import describe_call
 
 # That a block may have, by the first architecture of which this holds; CUDA keeps 1 KB of each.
 _SHARED_BYTES = {

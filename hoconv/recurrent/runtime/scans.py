@@ -10,14 +10,14 @@ import functools
 import torch
 from torch import Tensor
 
+from hoconv.jit.driver import Cubin, as_argument, open_cubin
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.scan import LANES, MOST_BLOCKS, ScanSource
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.clusters import CAPABILITY, open_cubin
-from hoconv.recurrent.runtime.driver import Cubin
+from hoconv.recurrent.runtime.clusters import CAPABILITY
 from hoconv.recurrent.runtime.interpret import Tensors
-from hoconv.recurrent.runtime.workspace import as_argument, describe_call
+from hoconv.recurrent.runtime.workspace import describe_call
 
 # A thread for each feature has this many bytes on their way from memory. With so many threads that
 # makes 3 MB, what an H100 needs to read as fast as it can: then steps need not be divided.

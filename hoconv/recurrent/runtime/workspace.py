@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hoconv.jit.driver import as_argument
 from hoconv.recurrent.codegen.cuda import CudaSource, Launch
 from hoconv.recurrent.codegen.storage import Buffer, Location, Storage
 from hoconv.recurrent.ir.evaluate import DTYPES
@@ -40,11 +41,6 @@ def describe_call(
     last = 0 if scratch is None else scratch.data_ptr()
     strides = (stride for b in storage.strided for stride in tensors[b].stride())
     return [T, B, begin, 0 if seed is None else seed.data_ptr(), *addresses, last, *strides]
-
-
-def as_argument(fields: Sequence[int]) -> Any:
-    """An argument of a kernel that consists of these int64."""
-    return (ctypes.c_int64 * len(fields))(*fields)
 
 
 def run_whole(

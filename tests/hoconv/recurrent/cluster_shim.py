@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from hoconv import jit
+from hoconv.jit.driver import as_argument
 from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cluster.kernel import ClusterSource, emit_cluster
 from hoconv.recurrent.codegen.cluster.layout import SHARED_BYTES, ClusterLayout, ClusterShape
@@ -23,7 +24,6 @@ from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.passes.cluster.distribute import distribute
 from hoconv.recurrent.runtime.clusters import launch_runs
 from hoconv.recurrent.runtime.interpret import GroupLoops, LoopRun, Tensors
-from hoconv.recurrent.runtime.workspace import as_argument
 
 _HEADER = """
 #include <ucontext.h>

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from hoconv.jit.driver import as_argument
 from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.matrix.kernel import LEAST_SHARED_BYTES, MatrixSource, emit_matrix
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 from hoconv.recurrent.runtime.matrices import run_matrix
-from hoconv.recurrent.runtime.workspace import as_argument
 from tests.hoconv.recurrent.cluster_shim import as_function, with_fibers
 
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from hoconv.jit.driver import as_argument
 from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.scan import LANES, ScanSource, emit_scan
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.buffers import bind, results
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
-from hoconv.recurrent.runtime.workspace import as_argument, describe_call
+from hoconv.recurrent.runtime.workspace import describe_call
 from tests.hoconv.recurrent.cluster_shim import as_function, with_fibers
 
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from hoconv.jit.driver import Cubin
 from hoconv.jit.generated import compile_cpp
 from hoconv.recurrent.codegen.cuda import CudaSource, Launch, emit_cuda
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
-from hoconv.recurrent.runtime.driver import Cubin
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 from hoconv.recurrent.runtime.workspace import Workspace, run_whole
 

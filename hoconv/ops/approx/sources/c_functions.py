@@ -47,7 +47,7 @@ extern "C" void hoconv_multiply(const float* a, const float* b, float* products,
   for (int64_t i = 0; i < count; ++i) products[i] = {name}(a[i], b[i]);
 }}
 """
-# Of operands and products the lowest bits count.
+# Of operands and products the lowest bits count. A GPU has loops of its own: function_kernels.py.
 _OF_INTEGERS = """
 static inline int64_t hoconv_lowest(uint64_t n, int bits, bool is_signed) {{
   const uint64_t above = n << (64 - bits);
@@ -57,24 +57,28 @@ static inline int64_t hoconv_lowest(uint64_t n, int bits, bool is_signed) {{
 static inline int64_t hoconv_returned(int64_t a, int64_t b) {{
   return static_cast<int64_t>({name}({operands}));
 }}
+static inline int64_t hoconv_result(int64_t a, int64_t b) {{
+  return hoconv_lowest(hoconv_returned(a, b), {width}, {signed});
+}}
+#ifndef __CUDACC__
 extern "C" void hoconv_call(const int64_t* a, const int64_t* b, int64_t* results, int64_t count) {{
   for (int64_t i = 0; i < count; ++i) results[i] = hoconv_returned(a[i], b[i]);
 }}
 extern "C" void hoconv_multiply(const int64_t* a, const int64_t* b, int64_t* products,
                                 int64_t count) {{
-  for (int64_t i = 0; i < count; ++i)
-    products[i] = hoconv_lowest(hoconv_returned(a[i], b[i]), {width}, {signed});
+  for (int64_t i = 0; i < count; ++i) products[i] = hoconv_result(a[i], b[i]);
 }}
 extern "C" void hoconv_outer(const int64_t* a, int64_t rows, const int64_t* b, int64_t columns,
                              int64_t* products) {{
   for (int64_t m = 0; m < rows; ++m)
-    for (int64_t n = 0; n < columns; ++n)
-      products[m * columns + n] = hoconv_lowest(hoconv_returned(a[m], b[n]), {width}, {signed});
+    for (int64_t n = 0; n < columns; ++n) products[m * columns + n] = hoconv_result(a[m], b[n]);
 }}
+#endif
 """
 _ARGUMENTS = {  # p: a pointer
     "hoconv_call": "pppi", "hoconv_multiply": "pppi", "hoconv_outer": "pipip",
 }  # fmt: skip
+_OPTIONS = ["-ffp-contract=off"]  # a product of floats is rounded, whatever the machine has
 _CHECKED = 1 << 18  # pairs of operands of more than 8 bits that a function is called with
 
 
@@ -326,7 +330,7 @@ def library(code: str) -> Any:
     """
     from hoconv.jit import generated  # here, since most programs compile nothing
 
-    loaded = ctypes.CDLL(str(generated.compile_cpp("multiplier", code)))
+    loaded = ctypes.CDLL(str(generated.compile_cpp("multiplier", code, _OPTIONS)))
     for name, arguments in _ARGUMENTS.items():
         if hasattr(loaded, name):
             function = getattr(loaded, name)

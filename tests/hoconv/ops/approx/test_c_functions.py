@@ -113,6 +113,22 @@ def test_the_lowest_bits_of_integers_count(variant: Variant, tmp_path: Path) -> 
 
 
 @everywhere
+def test_products_of_floats_in_a_function_are_rounded(variant: Variant, tmp_path: Path) -> None:
+    path = tmp_path / "mul12s.c"
+    path.write_text("""
+int mul12s(int a, int b) {
+  volatile float same = b / 7.0f;  // which the compiler does not know
+  const float x = a / 3.0f, y = b / 7.0f;
+  return (x * y - x * same) * 4096;
+}
+""")
+    found = multiplier(path)
+    a, b = (torch.randint(-2048, 2048, (999,), dtype=torch.int32) for _ in range(2))
+    out = approx.multiply(a.to(variant.device), b.to(variant.device), found, impl=variant.impl)
+    assert torch.equal(out.cpu(), torch.zeros_like(out.cpu()))
+
+
+@everywhere
 @signs
 @pytest.mark.parametrize("scales", ["tensor", "channel"])
 def test_layers_of_exact_products_compute_with_numbers_of_their_bits(

@@ -5,8 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
+
+import torch
 
 # Numbers of cuda.h.
 _MOST_SHARED_BYTES, _LARGE_CLUSTERS = 8, 14  # CUfunction_attribute
@@ -86,7 +90,7 @@ def check(driver: ctypes.CDLL, status: int) -> None:
         name = ctypes.c_char_p()
         driver.cuGetErrorName(status, ctypes.byref(name))
         said = (name.value or b"%d" % status).decode()
-        raise RuntimeError(f"a kernel of a recurrent cell: the CUDA driver says {said}")
+        raise RuntimeError(f"a kernel: the CUDA driver says {said}")
 
 
 class Cubin:
@@ -113,9 +117,10 @@ class Cubin:
         self, name: str, rows: int, blocks: int, threads: int, *arguments: Any,
         shared_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """As :data:`hoconv.recurrent.runtime.workspace.Launcher`.
+        """Launches a kernel in a grid of (rows, blocks), unless that is empty.
 
         Args:
+            arguments: of the kernel, as ctypes has them.
             shared_bytes: of a block, which the kernel declares as of any size.
         """
         if 0 in (rows, blocks):  # of an empty batch; the driver refuses such a grid
@@ -191,3 +196,29 @@ class Cubin:
 
     def _check(self, status: int) -> None:
         check(self.driver, status)
+
+
+def open_cubin(path: Path) -> Cubin:
+    """Loads a cubin, which launches its kernels on PyTorch's current stream."""
+    return Cubin(load_driver(), path.read_bytes(), current_stream)
+
+
+def current_stream() -> int:
+    """Returns what ``torch.cuda.current_stream().cuda_stream`` is, in a tenth of the time."""
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+
+
+def use(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one; where it is already, without what torch.cuda.device does."""
+    if device.index == torch._C._cuda_getDevice():
+        open_context(device.index)
+        return _NOTHING
+    return torch.cuda.device(device.index)
+
+
+_NOTHING = nullcontext()
+
+
+def as_argument(fields: Sequence[int]) -> Any:
+    """An argument of a kernel that consists of these int64."""
+    return (ctypes.c_int64 * len(fields))(*fields)
