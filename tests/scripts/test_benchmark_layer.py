@@ -123,9 +123,13 @@ def test_matrix_product_counts_multiplications_and_additions(
     measurement = script("hoconv.tools.benchmarking.measurement")
     monkeypatch.setattr(measurement, "_timed", lambda call, device: (call(), 4.0))
 
+    # A part of the key by which Inductor finds what it compiled: it stays as it was.
+    before = torch.backends.cuda.matmul.fp32_precision
+
     peak = measurement.matmul_peak(torch.device("cpu"), torch.float32, False, 3)
 
     assert peak == pytest.approx(2 * 64**3 / 4e-3)
+    assert torch.backends.cuda.matmul.fp32_precision == before
 
 
 def test_best_peer_is_the_fastest_that_ran(layer: ModuleType) -> None:

@@ -370,6 +370,7 @@ def _compile_one(
     sizes: Sequence[int] | None, size: Any,
 ) -> None:  # fmt: skip
     """Lets torch.compile compile a call, in a process of its own."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # there is a process for each core
     operators()  # imports the package that declares it
     calls = _Calls(find(name), device_type, dtype, grid, quick, sizes)
     sample = calls.makers[size](calls.device, dtype)

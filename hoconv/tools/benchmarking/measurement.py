@@ -265,7 +265,10 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, tf32: bool, repeats: i
     n = MATMUL_SIZE[device.type]
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    with temporarily(torch.backends.cuda.matmul, allow_tf32=tf32):
+    # Not allow_tf32: restored, it leaves another setting than that of the beginning, with which
+    # Inductor does not find what was compiled before.
+    precision = "tf32" if tf32 else "ieee"
+    with temporarily(torch.backends.cuda.matmul, fp32_precision=precision):
         times = [_timed(lambda: torch.matmul(a, b, out=out), device)[1]
                  for _ in range(WARM_UP + repeats)]  # fmt: skip
     return 2 * n**3 / (1e-3 * statistics.median(times[WARM_UP:]))
