@@ -7,6 +7,7 @@ that it would pass. An adder is a function in C.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,21 +73,27 @@ def code_of(accumulator: AnyAccumulator, signed: bool) -> str | None:
         hoconv.jit.BuildError: there is no compiler.
     """
     if isinstance(accumulator, str | os.PathLike) and Path(accumulator).suffix == ".c":
-        path = Path(accumulator)
+        path = Path(accumulator).absolute()
         if not path.is_file():
-            raise ValueError(f"accumulator: {path.absolute()} is no file")
-        function = load(path, None, None, "add")
-        p, q = function.bits
-        if function.signed != signed or p != q or p > MOST_BITS[signed]:
-            sign = "signed" if signed else "unsigned"
-            raise ValueError(
-                f"accumulator: expected an adder of two {sign} numbers, as the products are, of up "
-                f"to {MOST_BITS[signed]} bits; got {function!r}"
-            )
-        function.check()
-        return function.code
+            raise ValueError(f"accumulator: {path} is no file")
+        return _load_adder(path, path.stat().st_mtime_ns, signed)
     parse(accumulator, signed)
     return accumulator  # pyright: ignore[reportReturnType]
+
+
+@functools.lru_cache
+def _load_adder(path: Path, _changed: int, signed: bool) -> str:
+    """Returns the code of an adder, checked once for each time that its file changed."""
+    function = load(path, None, None, "add")
+    p, q = function.bits
+    if function.signed != signed or p != q or p > MOST_BITS[signed]:
+        sign = "signed" if signed else "unsigned"
+        raise ValueError(
+            f"accumulator: expected an adder of two {sign} numbers, as the products are, of up "
+            f"to {MOST_BITS[signed]} bits; got {function!r}"
+        )
+    function.check()
+    return function.code
 
 
 def parse(text: Any, signed: bool) -> Register | Adder | None:
