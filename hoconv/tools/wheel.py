@@ -46,9 +46,10 @@ def build_wheel(package: Path, libraries: Sequence[Library]) -> Path:
         # setuptools would keep its folder `build`, and put files into the wheel that were removed.
         apart = Path(temporary, "build.cfg")
         apart.write_text(f"[build]\nbuild_base = {temporary}/build\n")
-        # Without isolation: what the backend needs is installed, and nothing is downloaded.
-        _run("pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(made), str(package),
-             DIST_EXTRA_CONFIG=str(apart))  # fmt: skip
+        # Without isolation: what the backend needs is installed, and nothing is downloaded. Of a
+        # path without a slash pip makes the name of a package on the index.
+        _run("pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(made),
+             str(package.absolute()), DIST_EXTRA_CONFIG=str(apart))  # fmt: skip
         (plain,) = made.iterdir()
         _run("wheel", "unpack", str(plain), "-d", str(tree))
         plain.unlink()

@@ -20,12 +20,14 @@ ROOT = Path(__file__).parents[3]
 missing = [name for name in ("auditwheel", "wheel") if importlib.util.find_spec(name) is None]
 
 
-def run(*arguments: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python in the folder of a package, with `path` to import from."""
+def run(
+    *arguments: str, path: Path, where: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python with `path` to import from, there or in another folder."""
     search = os.pathsep.join([str(path), str(ROOT)])
     return subprocess.run(
         [sys.executable, *arguments], env={**os.environ, "PYTHONPATH": search, **environment},
-        cwd=path, capture_output=True, text=True, check=False,
+        cwd=where or path, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -35,10 +37,10 @@ def run(*arguments: str, path: Path, **environment: str) -> subprocess.Completed
 def test_a_package_of_one_operator_runs_without_a_compiler(tmp_path: Path) -> None:
     package = tmp_path / "package"
     sources = install("soft_clip", package)
-    build_it = ("-m", "hoconv.tools.cli", "build", "cpu", "--wheel", str(package))
-    done = run(*build_it, path=sources)
+    build_it = ("-m", "hoconv.tools.cli", "build", "cpu", "--wheel", package.name)
+    done = run(*build_it, path=sources, where=tmp_path)
     assert done.returncode == 0, done.stderr
-    made = Path(done.stdout.splitlines()[-1])
+    made = tmp_path / done.stdout.splitlines()[-1]
     assert made.parent == package / "dist"
     assert re.fullmatch(r"soft_clip-0\.1-py3-none-manylinux_2_\d+_x86_64\.whl", made.name)
 
