@@ -75,7 +75,11 @@ def test_patterns_choose_layers_by_their_names_in_the_start_up_table(run) -> Non
         (("multiplier={features.*: mbm16}",), "'features.*' fits no layer; layers are network.fea"),
         (("multiplier=mbm16", "gradient=sted"), "gradient: expected one of approx, ste"),
         (("multiplier=mbm16", "skip_first=1"), "skip_first: expected true or false, got 1"),
-        (("multiplier=mbm16", "weight_scales=8"), "weight_scales: expected 'tensor' or 'channel'"),
+        ((f"multiplier={INTEGERS}", "weight_scales=8"), "scales: expected 'tensor' or 'channel'"),
+        (("multiplier=mbm16", "weight_scales=channel"), "expected 'tensor' without a multiplier"),
+        (("multiplier=mbm16", "observer=mse"), "observer: expected 'moving_average' without a"),
+        (("multiplier=mbm16", "momentum=big"), "momentum: expected a number of at least 0, got"),
+        (("multiplier=mbm16", "learn_scales=1"), "learn_scales: expected true or false, got 1"),
         (("multiplier=mbm16", "accumulator=8"), "accumulator: expected None without a multiplier"),
         (("energies=3",), "energies: expected null, or pJ of a multiplication by multiplier"),
         (("energies={mbm17: 3}",), "approx.energies: multiplier: expected one of"),
@@ -187,6 +191,23 @@ def test_a_multiplier_of_integers_is_trained_from_exact_weights_and_not_tested_o
     assert all(torch.equal(after[name], value) for name, value in before.items()
                if "weight" in name)  # fmt: skip
     assert after["network.classifier.quantizer.input.most"] > 0
+
+
+def test_learned_scales_are_trained_from_exact_weights_and_saved(run, train) -> None:
+    done = run(
+        *SHORT, f"ckpt={train('null')}", f"approx.multiplier={INTEGERS}", "approx.observer=mse",
+        "approx.momentum=0.1", "approx.weight_scales=channel", "approx.learn_scales=true",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.err
+    assert done.err == ""
+    (path,) = (done.folder / "checkpoints").iterdir()
+    learned = saved.read(path).state_dict["network.classifier.quantizer.weight_scale.factor"]
+    assert learned.shape == (10,)
+    assert not torch.equal(learned, torch.ones(10))
+    tested = run(
+        "mode=test", f"ckpt={path}", "impl=reference", "trainer.limit_test_batches=2", *CPU
+    )
+    assert tested.results["metrics"]["test/loss"] == done.results["metrics"]["test/loss"]
 
 
 def test_a_checkpoint_without_a_multiplier_is_tested_with_one_of_floats(run, train) -> None:

@@ -30,15 +30,15 @@ WHOLE_NUMBERS = {
     "trainer.max_steps": -1,
 }  # fmt: skip
 NUMBERS = {
-    "model.label_smoothing": 0, "model.learning_rate": 0, "model.weight_decay": 0,
-    "trainer.gradient_clip_val": 0, "trainer.limit_test_batches": 0,
+    "approx.momentum": 0, "model.label_smoothing": 0, "model.learning_rate": 0,
+    "model.weight_decay": 0, "trainer.gradient_clip_val": 0, "trainer.limit_test_batches": 0,
     "trainer.limit_train_batches": 0, "trainer.limit_val_batches": 0,
 }  # fmt: skip
 SEEDS = 2**32  # what NumPy takes are less
 # What Python takes for true if it is another word than these.
 FLAGS = (
-    "approx.skip_first", "channels_last", "compile", "data.augment", "data.cache_images",
-    "find_nan", "print_config", "tf32",
+    "approx.learn_scales", "approx.skip_first", "channels_last", "compile", "data.augment",
+    "data.cache_images", "find_nan", "print_config", "tf32",
 )  # fmt: skip
 WORDS = {"direction": ("maximize", "minimize"), "unavailable": ("error", "skip")}
 MAY_BE_NULL = (

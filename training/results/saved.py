@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 MOST_OF_A_REASON = 200  # characters: PyTorch lists every weight
-# The range of an input, in the state of a layer that multiplies integers.
-RANGES = (".quantizer.input.least", ".quantizer.input.most")
+# The ranges and learned scales, in the state of a layer that multiplies integers.
+RANGES = ".quantizer."
 KEY = "run"  # of the description, in a checkpoint
 
 
@@ -139,13 +139,13 @@ def load_weights(model: pl.LightningModule, saved: Saved) -> None:
     """
     own = model.state_dict().keys()
     missing = own - saved.state_dict.keys()
-    if missing and all(name.endswith(RANGES) for name in missing):
+    if missing and all(RANGES in name for name in missing):
         raise MisconfigurationException(
             "approx.multiplier: one of integers needs the ranges of the layers' inputs, which "
             f"{saved.path} does not have; leave mode out, to train from its weights and find them"
         )
     # A multiplier of floats, in place of one of integers, needs no ranges.
-    weights = {n: v for n, v in saved.state_dict.items() if n in own or not n.endswith(RANGES)}
+    weights = {n: v for n, v in saved.state_dict.items() if n in own or RANGES not in n}
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

@@ -78,7 +78,7 @@ class InitialWeights(pl.Callback):
         )  # fmt: skip
         for name in [*own, *(name for name in self._weights if name not in own)]:
             fits = _shape(own.get(name)) == _shape(self._weights.get(name)) is not None
-            found = name.endswith(RANGES)  # by training, where only one of both has them
+            found = RANGES in name  # by training, where only one of both has them
             if not fits and not found and not _same(own.get(name), self._weights.get(name)):
                 console.warn(f"ckpt: {name}: {_describe(own, self._weights, name)}")
         self._weights = {}

@@ -36,7 +36,7 @@ class ApproxConv2d(nn.Conv2d):
             :func:`hoconv.approx.multiplier` takes or returns. With one of integers the layer
             quantises its operands: the input, which is the first one, over the range that
             `quantizer.input` saw in training (:class:`hoconv.approx.Observer`), the weight over its
-            own.
+            own; :class:`hoconv.approx.TableConv2d` and :func:`hoconv.approx.convert` take options.
         gradient: the kind of gradient, or a pair of kinds, for the input and for the weight.
             ``"ste"`` (straight-through): the exact gradient of the exact convolution. With a
             multiplier of floats also ``"approx"``, the default: its products are approximate too;

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from hoconv.ops.approx.accumulators import AnyAccumulator
 from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
-from hoconv.ops.approx.layers.quantization import WeightScales, is_per_channel
+from hoconv.ops.approx.layers.quantization import Observed, Quantizer, WeightScales
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
 from hoconv.ops.approx.tables import OfIntegers
 
@@ -56,13 +56,17 @@ def convert(
     *,
     skip_first: bool = False,
     gradient: Gradient | None = None,
+    observer: Observed = "moving_average",
+    momentum: float = 0.01,
     weight_scales: WeightScales = "tensor",
+    learn_scales: bool = False,
     accumulator: AnyAccumulator = None,
     impl: str = "auto",
 ) -> Conversion:
     """Replaces convolutions and linear layers of a model, in place, by approximate ones.
 
-    Parameters stay the same objects, so that an optimizer keeps them, and tied weights stay tied.
+    Parameters stay the same objects, so that an optimizer keeps them, and tied weights stay tied;
+    learned scales are new ones, for an optimizer that is made afterwards.
     Replaced are layers of exactly the types :class:`torch.nn.Conv2d`, :class:`torch.nn.Linear`,
     :class:`hoconv.ApproxConv2d` and :class:`hoconv.ApproxLinear`. Left are subclasses of these,
     which may compute anything; layers with hooks, parametrizations, a `forward` or tensors of their
@@ -80,8 +84,8 @@ def convert(
         skip_first: leave the first layer, in the order of the model's modules.
         gradient, impl: as for :class:`hoconv.ApproxConv2d`, of all replaced layers. One that was
             approximate gets them too, and has to see the range of its input again.
-        weight_scales, accumulator: as for :class:`hoconv.approx.TableConv2d`, of multipliers of
-            integers.
+        observer, momentum, weight_scales, learn_scales, accumulator: as for
+            :class:`hoconv.approx.TableConv2d`, of multipliers of integers.
 
     Raises:
         ValueError: a pattern fits no layer; an argument that the layers refuse.
@@ -95,12 +99,13 @@ def convert(
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"multipliers: expected patterns that are strings, got {pattern!r}")
-    per_channel = is_per_channel(weight_scales)
     found = {pattern: None if each is None else find(each) for pattern, each in patterns.items()}
-    if accumulator is not None and not any(isinstance(m, OfIntegers) for m in found.values()):
-        raise ValueError(
-            f"accumulator: expected None without a multiplier of integers, got {accumulator!r}"
-        )
+    options: Any = {
+        "observer": observer, "momentum": momentum, "weight_scales": weight_scales,
+        "learn_scales": learn_scales, "accumulator": accumulator,
+    }  # fmt: skip
+    if not any(isinstance(multiplier, OfIntegers) for multiplier in found.values()):
+        _check_defaults(options)
     layers: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if _has_weights(module):
@@ -129,8 +134,7 @@ def convert(
             continue
         replacement = _make(layer, multiplier, gradient, impl)
         if replacement.quantizer is not None:
-            replacement.quantizer.per_channel = per_channel
-            replacement.quantizer.accumulator = accumulator
+            replacement.quantizer.configure(replacement.weight, **options)
         made |= dict.fromkeys(own_names, replacement)
         done.replaced |= dict.fromkeys(own_names, str(multiplier))
     for name, layer in made.items():  # after all errors
@@ -140,6 +144,16 @@ def convert(
         else:
             done.model = layer
     return done
+
+
+def _check_defaults(options: Mapping[str, Any]) -> None:
+    """Checks that nobody chose options that no layer would use."""
+    for name, default in (Quantizer.configure.__kwdefaults__ or {}).items():
+        if options[name] != default:
+            raise ValueError(
+                f"{name}: expected {default!r} without a multiplier of integers, got "
+                f"{options[name]!r}"
+            )
 
 
 def _has_weights(module: nn.Module) -> bool:

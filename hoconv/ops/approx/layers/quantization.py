@@ -4,7 +4,7 @@ A real number x is scale * (q - zero_point), q an integer of the multiplier, wit
 zero point per tensor; or, of a weight, with a scale for each channel of the output and a zero point
 in the middle of the integers. The range always includes 0, which has an exact q. Gradients are
 those of the product of the quantised numbers, exact or by a table of derivatives, and zero for
-numbers out of range.
+numbers out of range. Scales are of the range, or learned (learned_scale.py).
 
 B batch, C channels of the input, O of the output, G groups, R x S the kernel; N columns of a matrix
 product, K what it sums over.
@@ -23,24 +23,32 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import autocasts, has_tangent
 from hoconv.ops.approx.accumulators import AnyAccumulator, code_of
+from hoconv.ops.approx.layers.learned_scale import TINY, LearnedScale, with_gradient_of_scale
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.ops.approx.reference import Pair
 from hoconv.ops.approx.table_gradients.choice import choose
 from hoconv.ops.approx.tables import OfIntegers
 
-Observed = Literal["minmax", "moving_average"]
+# "mse" tries shares STEP ** n of a batch's range, n less than TRIES: down to a sixtieth of it.
+STEP, TRIES = 0.9, 40
+
+Observed = Literal["minmax", "moving_average", "mse"]
 WeightScales = Literal["tensor", "channel"]
 
 
 class Observer(nn.Module):
     """Tracks the range of the numbers that it is called with.
 
-    A batch with NaN or infinities changes nothing.
+    A batch with NaN or infinities changes nothing. In evaluation, after ``observer.eval()``, a
+    layer does not call it.
 
     Args:
         kind: ``"minmax"``: the least and the largest number of all batches; ``"moving_average"``:
-            exponential averages of each batch's least and largest number, which forget outliers.
+            exponential averages of each batch's least and largest number, which forget outliers;
+            ``"mse"``: the same of the part of each batch's range that quantises the batch with the
+            least mean squared error, the rest being clipped. It takes 40 passes over a batch.
         momentum: the weight of a new batch in the averages, more than 0, up to 1.
+        bits: of the integers, for ``"mse"``.
 
     Buffers: least, most (scalars); NaN before the first number.
 
@@ -51,16 +59,29 @@ class Observer(nn.Module):
     least: Tensor
     most: Tensor
 
-    def __init__(self, kind: Observed = "moving_average", momentum: float = 0.01) -> None:
+    def __init__(
+        self, kind: Observed = "moving_average", momentum: float = 0.01, bits: int = 8
+    ) -> None:
         super().__init__()
-        if kind not in ("minmax", "moving_average"):
-            raise ValueError(f"observer: expected 'minmax' or 'moving_average', got {kind!r}")
+        if kind not in ("minmax", "moving_average", "mse"):
+            raise ValueError(
+                f"observer: expected 'minmax', 'moving_average' or 'mse', got {kind!r}"
+            )
         if not 0 < momentum <= 1:
             raise ValueError(f"momentum: expected more than 0, up to 1; got {momentum}")
         self.kind = kind
         self.momentum = momentum
+        self.bits = bits
         self.register_buffer("least", torch.tensor(torch.nan))
         self.register_buffer("most", torch.tensor(torch.nan))
+
+    def reset_parameters(self) -> None:
+        """Forgets what was seen; also makes numbers of what ``to_empty`` left."""
+        self.least.fill_(torch.nan)
+        self.most.fill_(torch.nan)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind!r}, momentum={self.momentum}"
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> None:
@@ -68,6 +89,8 @@ class Observer(nn.Module):
             return
         least, most = x.aminmax()
         is_finite = least.isfinite() & most.isfinite()
+        if self.kind == "mse" and not x.is_meta:
+            least, most = least_error(x, least, most, self.bits)
         for seen, new, extreme in (
             (self.least, least, torch.minimum),
             (self.most, most, torch.maximum),
@@ -88,7 +111,7 @@ def affine(least: Tensor, most: Tensor, bits: int, signed: bool) -> tuple[Tensor
     a range and 0."""
     lowest, highest = limits(bits, signed)
     least, most = least.clamp(max=0), most.clamp(min=0)
-    scale = ((most - least) / (highest - lowest)).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = ((most - least) / (highest - lowest)).clamp(min=TINY)
     zero_point = (lowest - least / scale).round().clamp(lowest, highest)
     return scale, zero_point.int()
 
@@ -99,8 +122,21 @@ def symmetric(weight: Tensor, bits: int, signed: bool) -> tuple[Tensor, int]:
     lowest, highest = limits(bits, signed)
     zero_point = (lowest + highest + 1) // 2
     largest = weight.detach().flatten(1).abs().amax(1)
-    scales = (largest / (highest - zero_point)).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = (largest / (highest - zero_point)).clamp(min=TINY)
     return scales, zero_point
+
+
+def least_error(x: Tensor, least: Tensor, most: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Returns the share of a range, STEP ** n, in which integers of so many bits have the least
+    mean squared error; NaN if the range is not finite."""
+    grid = limits(bits, signed=False)
+    errors = []
+    for n in range(TRIES):
+        scale, zero_point = affine(STEP**n * least, STEP**n * most, bits, signed=False)
+        quantized = torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *grid)
+        errors.append((quantized - x).square().mean())
+    share = STEP ** torch.stack(errors).argmin()
+    return share * least, share * most
 
 
 def is_per_channel(weight_scales: WeightScales) -> bool:
@@ -117,6 +153,8 @@ class Quantizer(nn.Module):
         multiplier: of integers.
         gradient: what the layer's gradient was chosen to be; see :func:`choose`.
         per_channel: whether the weight has a scale for each channel of the output.
+        input: the observer of its range.
+        input_scale, weight_scale: the scales if they are learned, else None.
     """
 
     def __init__(self, multiplier: OfIntegers, gradient: Any = "ste") -> None:
@@ -125,7 +163,31 @@ class Quantizer(nn.Module):
         self.per_channel = False
         self.accumulator = None
         self.input = Observer()
+        self.input_scale: LearnedScale | None = None
+        self.weight_scale: LearnedScale | None = None
         self.choose_gradient(gradient)
+
+    def configure(
+        self,
+        weight: Tensor,
+        *,
+        observer: Observed = "moving_average",
+        momentum: float = 0.01,
+        weight_scales: WeightScales = "tensor",
+        learn_scales: bool = False,
+        accumulator: AnyAccumulator = None,
+    ) -> None:
+        """Sets the options of :class:`hoconv.approx.TableConv2d`, for a weight of that shape, on
+        its device; nothing is known of any range then."""
+        self.input = Observer(observer, momentum, self.multiplier.bits[0])
+        self.per_channel = is_per_channel(weight_scales)
+        if not isinstance(learn_scales, bool):
+            raise ValueError(f"learn_scales: expected True or False, got {learn_scales!r}")
+        if learn_scales:
+            self.input_scale = LearnedScale()
+            self.weight_scale = LearnedScale(weight.shape[0] if self.per_channel else None)
+        self.accumulator = accumulator
+        self.to(weight.device).train(self.training)
 
     def choose_gradient(self, gradient: Any) -> None:
         """Sets the gradient; errors are those of :func:`choose`."""
@@ -143,7 +205,8 @@ class Quantizer(nn.Module):
 
     def extra_repr(self) -> str:
         scales = "channel" if self.per_channel else "tensor"
-        return f"weight_scales={scales!r}, accumulator={self.accumulator!r}"
+        learned = self.input_scale is not None
+        return f"weight_scales={scales!r}, learn_scales={learned}, accumulator={self.accumulator!r}"
 
     def has_gradient(self, gradient: Any) -> bool:
         """Returns whether this is the gradient that was chosen. torch.compile can trace it."""
@@ -187,20 +250,23 @@ class Quantizer(nn.Module):
                                 "autocast, which does")  # fmt: skip
         if not torch.compiler.is_compiling():
             self._check_transforms(x, weight)
-        if self.training:
-            self.input(x.detach())
-        if not self.input.least.is_meta:
-            self._check_range()
+        if not self._has_first_scale():
+            if self.input.training:
+                self.input(x.detach())
+            if not self.input.least.is_meta:
+                self._check_range()
         signed, (bits_of_x, bits_of_weight) = self.multiplier.signed, self.multiplier.bits
         of_x = affine(self.input.least, self.input.most, bits_of_x, signed)
-        x = self._quantize(x, *of_x, bits_of_x)
+        x, *of_x = self._quantize(x, *of_x, bits_of_x, self.input_scale)
         if not self.per_channel:
             of_weight = affine(*weight.detach().aminmax(), bits_of_weight, signed)
-            return x, self._quantize(weight, *of_weight, bits_of_weight), of_x, of_weight
-        scales, zero_point = symmetric(weight, bits_of_weight, signed)
-        zero_points = torch.full_like(scales, zero_point, dtype=torch.int32)
-        weight = self._quantize(weight, scales, zero_points, bits_of_weight)
-        return x, weight, of_x, (scales, zero_points[0])
+        else:
+            scales, zero_point = symmetric(weight, bits_of_weight, signed)
+            of_weight = scales, torch.full_like(scales, zero_point, dtype=torch.int32)
+        weight, scale, zero_points = self._quantize(
+            weight, *of_weight, bits_of_weight, self.weight_scale
+        )
+        return x, weight, of_x, (scale, zero_points[0] if self.per_channel else zero_points)
 
     def _check_transforms(self, x: Tensor, weight: Tensor) -> None:
         if has_tangent(x) or has_tangent(weight):
@@ -210,6 +276,13 @@ class Quantizer(nn.Module):
                 "input: a transform of torch.func cannot change the range that was seen; call "
                 "the layer in evaluation, after layer.eval()"
             )
+
+    def _has_first_scale(self) -> bool:
+        """Returns whether the input's range is of no use any more, if that can be told."""
+        learned = self.input_scale
+        if learned is None or learned.first.is_meta or torch.compiler.is_compiling():
+            return False
+        return learned.is_known
 
     def _check_range(self) -> None:
         unknown = self.input.least.isnan()
@@ -222,10 +295,22 @@ class Quantizer(nn.Module):
         elif unknown:
             raise RuntimeError(message)
 
-    def _quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    def _quantize(
+        self, x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, learned: LearnedScale | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns quantised numbers, and the scale and zero point that they have: those given, or
+        learned ones, of which the numbers then have the gradient."""
+        grid = limits(bits, self.multiplier.signed)
+        if learned is None:
+            return self._round(x, scale, zero_point, grid), scale, zero_point
+        scale, zero_point = learned(scale, zero_point, x.numel(), grid)
+        quantized = self._round(x, scale.detach(), zero_point, grid)
+        quantized = with_gradient_of_scale(quantized, x, scale, zero_point, grid)
+        return quantized, scale.detach(), zero_point
+
+    def _round(self, x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int, int]) -> Tensor:
         if x.is_meta:  # PyTorch's op has no implementation for meta tensors
             return x.clone()
-        grid = limits(bits, self.multiplier.signed)
         try:
             if scale.dim():
                 return torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, *grid)

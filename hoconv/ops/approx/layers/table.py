@@ -7,13 +7,7 @@ from typing import Any
 from hoconv.ops.approx.accumulators import AnyAccumulator
 from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
-from hoconv.ops.approx.layers.quantization import (
-    Observed,
-    Observer,
-    Quantizer,
-    WeightScales,
-    is_per_channel,
-)
+from hoconv.ops.approx.layers.quantization import Observed, Quantizer, WeightScales
 from hoconv.ops.approx.tables import LookupTable
 
 
@@ -28,6 +22,11 @@ class TableConv2d(ApproxConv2d):
             range is computed in every call.
         weight_scales: ``"tensor"``: one scale and one zero point for the weight; ``"channel"``: a
             scale for each channel of the output, and the zero point in the middle of the integers.
+        learn_scales: the scales are parameters, learned with the gradient of LSQ (Esser et al.,
+            ICLR 2020, arXiv 1902.08153): of the first batch in training they are those of the
+            ranges above, and its zero points are kept. Parameters are then also
+            quantizer.input_scale.factor and quantizer.weight_scale.factor, (1,) or (out_channels,):
+            the scales relative to those of that batch.
         accumulator: what sums of products are kept in, as for :func:`hoconv.approx.table_matmul`;
             k counts (c, r, s) of the weight. The terms of the zero points and the bias are added
             to it afterwards, exactly. The gradient is that of an exact sum.
@@ -50,6 +49,7 @@ class TableConv2d(ApproxConv2d):
         observer: Observed = "moving_average",
         momentum: float = 0.01,
         weight_scales: WeightScales = "tensor",
+        learn_scales: bool = False,
         accumulator: AnyAccumulator = None,
         gradient: Gradient = "ste",
         impl: str = "auto",
@@ -64,9 +64,10 @@ class TableConv2d(ApproxConv2d):
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias,
             multiplier=table, gradient=gradient, impl=impl, device=device,
         )  # fmt: skip
-        self.quantizer.input = Observer(observer, momentum).to(device)
-        self.quantizer.per_channel = is_per_channel(weight_scales)
-        self.quantizer.accumulator = accumulator
+        self.quantizer.configure(
+            self.weight, observer=observer, momentum=momentum, weight_scales=weight_scales,
+            learn_scales=learn_scales, accumulator=accumulator,
+        )  # fmt: skip
 
 
 class TableLinear(ApproxLinear):
@@ -74,7 +75,7 @@ class TableLinear(ApproxLinear):
 
     Args:
         in_features, out_features, bias, device: as for :class:`torch.nn.Linear`.
-        table, observer, momentum, weight_scales, accumulator, gradient, impl: as for
+        table, observer, momentum, weight_scales, learn_scales, accumulator, gradient, impl: as for
             :class:`TableConv2d`.
 
     Shape, state and errors: as of :class:`hoconv.ApproxLinear`.
@@ -91,6 +92,7 @@ class TableLinear(ApproxLinear):
         observer: Observed = "moving_average",
         momentum: float = 0.01,
         weight_scales: WeightScales = "tensor",
+        learn_scales: bool = False,
         accumulator: AnyAccumulator = None,
         gradient: Gradient = "ste",
         impl: str = "auto",
@@ -101,6 +103,7 @@ class TableLinear(ApproxLinear):
             in_features, out_features, bias, multiplier=table, gradient=gradient, impl=impl,
             device=device,
         )  # fmt: skip
-        self.quantizer.input = Observer(observer, momentum).to(device)
-        self.quantizer.per_channel = is_per_channel(weight_scales)
-        self.quantizer.accumulator = accumulator
+        self.quantizer.configure(
+            self.weight, observer=observer, momentum=momentum, weight_scales=weight_scales,
+            learn_scales=learn_scales, accumulator=accumulator,
+        )  # fmt: skip

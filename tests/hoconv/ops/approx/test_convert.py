@@ -13,6 +13,8 @@ from torch.nn.utils import parametrizations
 
 from hoconv import approx
 
+INTEGERS = approx.multiplier(lambda a, b: a * b, bits=4, signed=True)
+
 
 def make_network() -> nn.Sequential:
     torch.manual_seed(0)
@@ -202,7 +204,29 @@ def test_the_weights_of_integers_get_the_scales_that_are_named() -> None:
         ({"features": "exact"}, {}, r"multipliers: 'features' fits no layer; layers are 0, 3, 5"),
         ({"0": "exakt"}, {}, "multiplier"),
         ("exakt", {}, "multiplier"),
-        ("exact", {"weight_scales": "row"}, "weight_scales: expected 'tensor' or 'channel'"),
+        (
+            {"5": INTEGERS},
+            {"weight_scales": "row"},
+            "weight_scales: expected 'tensor' or 'channel'",
+        ),
+        ({"5": INTEGERS}, {"learn_scales": 1}, "learn_scales: expected True or False, got 1"),
+        (
+            "exact",
+            {"weight_scales": "channel"},
+            "weight_scales: expected 'tensor' without a multiplier of integers, got 'channel'",
+        ),
+        (
+            "exact",
+            {"learn_scales": True},
+            "learn_scales: expected False without a multiplier",
+        ),
+        ("exact", {"observer": "mse"}, "observer: expected 'moving_average' without a multiplier"),
+        ("exact", {"momentum": 1.0}, "momentum: expected 0.01 without a multiplier of integers"),
+        (
+            "exact",
+            {"accumulator": "wrap:bits=9"},
+            "accumulator: expected None without a mult",
+        ),
         ({"0": "mbm16", "*": "lmul"}, {"gradient": "analytic"}, "gradient"),
         ("exact", {"impl": "cudnn"}, "impl"),
         ({}, {}, "multipliers: expected a multiplier, or patterns with some; got none"),

@@ -635,6 +635,9 @@ def layers(variant: Variant) -> list[tuple[nn.Module, Tensor]]:
         (TableLinear(5, 4, table=table, impl=variant.impl, gradient=tables), (3, 5)),
         (TableConv2d(2, 3, 3, table=table, impl=variant.impl, gradient=(by_u_and_v, "difference"),
                      padding=1), (2, 2, 5, 6)),
+        (TableLinear(5, 4, table=table, impl=variant.impl, learn_scales=True), (3, 5)),
+        (TableConv2d(4, 6, 3, table=table, impl=variant.impl, learn_scales=True, padding=1,
+                     weight_scales="channel", gradient="difference"), (2, 4, 5, 6)),
     ):  # fmt: skip
         layer, x = layer.to(variant.device), torch.randn(shape, device=variant.device)
         layer(x)
@@ -736,7 +739,11 @@ def test_numbers_outside_the_range_get_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"observer": "mean"}, "observer: expected 'minmax' or 'moving_average', got 'mean'"),
+        (
+            {"observer": "mean"},
+            "observer: expected 'minmax', .* or 'mse', got 'mean'",
+        ),
+        ({"learn_scales": "no"}, "learn_scales: expected True or False, got 'no'"),
         ({"momentum": 0.0}, "momentum: expected more than 0, up to 1; got 0.0"),
         ({"impl": "fast"}, "impl: expected one of auto, .*; got 'fast' for approx_matmul"),
     ],
