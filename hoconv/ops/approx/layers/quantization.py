@@ -126,6 +126,41 @@ def symmetric(weight: Tensor, bits: int, signed: bool) -> tuple[Tensor, int]:
     return scales, zero_point
 
 
+def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Returns the nearest numbers scale * (q - zero_point), q within a grid of integers; with the
+    gradient of x in its range, else zero.
+
+    Args:
+        scale, zero_point: (), or one for each index of x's first dimension.
+        grid: the least and the largest q.
+    """
+    if x.is_meta:  # PyTorch's ops have no implementation for meta tensors
+        return x.clone()
+    if torch.compiler.is_compiling():  # nor for shapes that are symbols
+        return _round_by_parts(x, scale, zero_point, grid)
+    try:
+        if scale.dim():
+            return torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, *grid)
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *grid)
+    except NotImplementedError as error:  # forward mode around reverse mode
+        if "forward AD" not in str(error):
+            raise
+        raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}") from None
+
+
+def _round_by_parts(x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Computes :func:`round_to_grid` with the bits of PyTorch's ops, if x is finite."""
+    if scale.dim():
+        scale, zero_point = (t.view(-1, *[1] * (x.dim() - 1)) for t in (scale, zero_point))
+    lowest, highest = grid
+    with torch.no_grad():
+        q = (x * (1 / scale)).round() + zero_point
+        in_range = (q >= lowest) & (q <= highest)
+        q = torch.where(q.isnan(), lowest, q.clamp(lowest, highest))
+        quantized = (q - zero_point) * scale
+    return quantized + torch.where(in_range, x - x.detach(), 0)
+
+
 def least_error(x: Tensor, least: Tensor, most: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Returns the share of a range, STEP ** n, in which integers of so many bits have the least
     mean squared error; NaN if the range is not finite."""
@@ -133,7 +168,7 @@ def least_error(x: Tensor, least: Tensor, most: Tensor, bits: int) -> tuple[Tens
     errors = []
     for n in range(TRIES):
         scale, zero_point = affine(STEP**n * least, STEP**n * most, bits, signed=False)
-        quantized = torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *grid)
+        quantized = round_to_grid(x, scale, zero_point, grid)
         errors.append((quantized - x).square().mean())
     share = STEP ** torch.stack(errors).argmin()
     return share * least, share * most
@@ -302,23 +337,11 @@ class Quantizer(nn.Module):
         learned ones, of which the numbers then have the gradient."""
         grid = limits(bits, self.multiplier.signed)
         if learned is None:
-            return self._round(x, scale, zero_point, grid), scale, zero_point
+            return round_to_grid(x, scale, zero_point, grid), scale, zero_point
         scale, zero_point = learned(scale, zero_point, x.numel(), grid)
-        quantized = self._round(x, scale.detach(), zero_point, grid)
+        quantized = round_to_grid(x, scale.detach(), zero_point, grid)
         quantized = with_gradient_of_scale(quantized, x, scale, zero_point, grid)
         return quantized, scale.detach(), zero_point
-
-    def _round(self, x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int, int]) -> Tensor:
-        if x.is_meta:  # PyTorch's op has no implementation for meta tensors
-            return x.clone()
-        try:
-            if scale.dim():
-                return torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, *grid)
-            return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *grid)
-        except NotImplementedError as error:  # forward mode around reverse mode
-            if "forward AD" not in str(error):
-                raise
-            raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}") from None
 
 
 def quantized_conv2d(

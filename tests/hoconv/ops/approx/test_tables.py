@@ -661,11 +661,29 @@ def test_programs_of_layers_compute_and_learn_as_the_layers_do(
         for program in (
             exported.module(),
             torch.export.load(tmp_path / "layer.pt2").module(),
-            torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False),
+            torch.compile(layer, backend="aot_eager", fullgraph=True),
         ):
             assert torch.equal(program(x), layer(x))
             for got, wanted in zip(gradients(program, x), gradients(layer, x), strict=True):
                 torch.testing.assert_close(got, wanted)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_scales": "channel"}, {"learn_scales": True, "observer": "mse"}]
+)
+def test_one_compiled_program_takes_batches_of_any_size(
+    variant: Variant, options: dict[str, Any]
+) -> None:
+    torch.compiler.reset()
+    layer = TableLinear(6, 4, table=exact(True), impl=variant.impl, **options).to(variant.device)
+    layer(torch.randn(3, 6, device=variant.device))
+    program = torch.compile(layer.eval(), backend="aot_eager", fullgraph=True)
+    for size in (3, 5, 8, 1):
+        x = 3 * torch.randn(size, 6, device=variant.device)  # some numbers are out of range
+        assert torch.equal(program(x), layer(x))
+        for got, wanted in zip(gradients(program, x), gradients(layer, x), strict=True):
+            torch.testing.assert_close(got, wanted)
 
 
 @everywhere
@@ -675,7 +693,7 @@ def test_programs_of_layers_with_no_range_are_refused(variant: Variant) -> None:
     torch.compiler.reset()
     layer, x = TableLinear(2, 1, table=exact(True), impl=variant.impl).eval(), torch.zeros(3, 2)
     program = torch.export.export(layer, (x,)).module()
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for call in (program, compiled):
         with pytest.raises(RuntimeError, match="input: its range is not known: in training mode"):
             call(x)
