@@ -40,7 +40,7 @@ class TrackioRun(Logger):
     @cached_property
     def experiment(self) -> Any:
         """The run of Trackio, which begins when it is first asked for."""
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         with contextlib.suppress(RuntimeError):  # without one
             trackio.finish()  # the run of the job before, in this process; it ends the last itself

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_a_package_of_one_operator_runs_without_a_compiler(tmp_path: Path) -> No
     kernels = site / "soft_clip" / "kernels"
     assert len(list((kernels / "prebuilt").glob("soft_clip-cpu-*.so"))) == 3  # levels
     (tmp_path / "no programs").mkdir()
-    nothing = {"PATH": str(tmp_path / "no programs"), "CXX": ""}
+    nothing: Any = {"PATH": str(tmp_path / "no programs"), "CXX": ""}
     nothing["TORCH_EXTENSIONS_DIR"] = str(tmp_path / "cache")
     check = ("-m", "hoconv.tools.check", "--operator", "soft_clip", "--device", "cpu")
     done = run(*check, path=site, **nothing)
