@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # From <sched.h>, <sys/mount.h>, <sys/prctl.h> and <linux/capability.h>.
@@ -83,11 +83,11 @@ def descendants(process: int) -> list[int]:
     """Returns a process and all that descend from it."""
     found = [process]
     for parent in found:  # which grows
-        for children in Path(f"/proc/{parent}/task").glob("*/children"):
-            try:
-                found += map(int, children.read_text().split())
-            except OSError:
-                continue  # the thread ended
+        with suppress(OSError):  # it ended
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with suppress(OSError):
+                    children = Path(f"/proc/{parent}/task/{thread}/children").read_text()
+                    found += map(int, children.split())
     return found
 
 

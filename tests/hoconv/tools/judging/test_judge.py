@@ -21,6 +21,7 @@ from hoconv.tools import cli
 from hoconv.tools.judging import command, exchange
 from hoconv.tools.judging.command import Options, judge
 from hoconv.tools.judging.definition import read
+from hoconv.tools.judging.isolation import descendants
 from hoconv.tools.judging.session import Starter
 from hoconv.tools.judging.verdict import Verdict
 from hoconv.tools.testing.variations import of_another_size
@@ -384,3 +385,14 @@ def test_no_alarm_for_a_generated_package(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "calls soft_clip::soft_clip" in done.stdout
+
+
+def test_a_process_may_end_while_its_descendants_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(*_: object) -> None:
+        raise FileNotFoundError
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, end)
+    assert descendants(os.getpid()) == [os.getpid()]
