@@ -28,7 +28,7 @@ test: $(DEV) ## run the tests that are not slow; ARGS go to pytest
 	@OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" $(ARGS)  # a thread for each process
 
 test-all: $(DEV) ## run every test that can run here
-	@OMP_WAIT_POLICY=PASSIVE $(PYTEST) $(ARGS)  # threads that wait leave their core to another process
+	@$(PYTEST) $(ARGS)
 
 test-oldest: $(OLDEST)/.installed ## run the tests of gradients with the oldest PyTorch
 	@$(OLDEST)/bin/python -m pytest --numprocesses=auto --dist=loadfile -m "not slow" \
