@@ -99,6 +99,7 @@ def with_gradient_of_scale(
     if scale.dim():
         scale, zero_point = (t.view(-1, *[1] * (x.dim() - 1)) for t in (scale, zero_point))
     with torch.no_grad():
-        in_range = (x > (lowest - zero_point) * scale) & (x < (highest - zero_point) * scale)
+        v = x / scale
+        in_range = (v > lowest - zero_point) & (v < highest - zero_point)
         slope = torch.where(in_range, quantized - x, quantized) / scale
     return quantized + slope * (scale - scale.detach())

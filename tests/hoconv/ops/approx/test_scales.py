@@ -70,7 +70,9 @@ class Lsq:
         step = gradscale(self.step, 1 / math.sqrt(numbers * self.most))
         if step.dim():
             step = step.view(-1, *[1] * (x.dim() - 1))
-        return roundpass((x / step).clamp(self.least, self.most)) * step
+        # Of clamp, versions of PyTorch differ in the gradient at the ends of the range.
+        clipped = (x / step).where(x / step > self.least, self.least)
+        return roundpass(clipped.where(clipped < self.most, self.most)) * step
 
 
 @layers
