@@ -39,7 +39,7 @@ class TrackioRun(Logger):
 
     @cached_property
     def experiment(self) -> Any:
-        """The run of Trackio, which begins when it is first asked for."""
+        """Returns the run of Trackio, which begins with the first call."""
         import trackio  # pyright: ignore[reportMissingImports]
 
         with contextlib.suppress(RuntimeError):  # without one

@@ -1,11 +1,10 @@
 // Sums of products, and products, of integers by functions in C. NVRTC compiles this file at run
 // time, before the text of the functions (hoconv/ops/approx/function_kernels.py).
 //
-// A block computes a tile of the result. A warp reads the left operand of a row and, a lane each,
-// the right operands of 32 columns. The functions' own instructions take most of the time: a thread
-// has a few sums, so that it waits for none of them, and no more, since each takes a copy of both
-// functions. For sm_90 they are 12 instructions a product of a table and an adder, 17 of a * b in a
-// register that saturates, and 415 of 16 x 16 bits, gate by gate, and an adder.
+// A block computes a tile of the result. The lanes of a warp have the same row, whose left operand
+// they all read, and a column each. A thread has a few sums, which do not depend on each other, so
+// that it can work on one while it waits for another. It has no more, since the code has a copy of
+// both functions for each.
 //
 // B batch, M, N rows and columns of a matrix product, K what it sums over.
 #pragma once

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) multiply(const Pairs p) {
 
 
 def multiply(a: Tensor, b: Tensor, function: str) -> Tensor:
-    """As :func:`hoconv.ops.approx.function_products.multiply`, on a GPU.
+    """Does what :func:`hoconv.ops.approx.function_products.multiply` does, on a GPU.
 
     Raises:
         ValueError: the function does not compile for a GPU; says the line.
@@ -62,7 +62,7 @@ def matmul(
     a: Tensor, b: Tensor, table: Tensor | None, function: str | None, signed: bool,
     accumulator: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """As :func:`hoconv.ops.approx.function_products.matmul`, on a GPU.
+    """Does what :func:`hoconv.ops.approx.function_products.matmul` does, on a GPU.
 
     Raises: as :func:`multiply`.
     """

@@ -265,8 +265,8 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, tf32: bool, repeats: i
     n = MATMUL_SIZE[device.type]
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    # Not allow_tf32: restored, it leaves another setting than that of the beginning, with which
-    # Inductor does not find what was compiled before.
+    # Restoring allow_tf32 would turn this setting from "none" into "ieee". It is a part of the key
+    # of Inductor's cache, which would miss what was compiled before.
     precision = "tf32" if tf32 else "ieee"
     with temporarily(torch.backends.cuda.matmul, fp32_precision=precision):
         times = [_timed(lambda: torch.matmul(a, b, out=out), device)[1]

@@ -42,9 +42,10 @@ def assert_close(
     """Asserts that results and gradients of a cell are those of its definition, NaN included.
 
     Args:
-        alone: those of each sequence by itself, without steps past its end. They are right, too,
-            where such a step makes NaN of a gradient: a state that was taken out of the loop does
-            not go through it.
+        alone: those of each sequence by itself, without steps past its end. Where `exact` has NaN,
+            these are right, too: the definition steps past the end, and a NaN made there reaches
+            gradients through the states that it keeps, but not through those that the compiler
+            takes out of the loop.
     """
     if alone is not None:
         exact = {n: alone[n].where(t.isnan() & ~got[n].isnan(), t) for n, t in exact.items()}

@@ -47,7 +47,7 @@ class LearnedScale(nn.Module):
 
     @property
     def is_known(self) -> bool:
-        """Whether there was a first batch."""
+        """Returns whether there was a first batch."""
         return not self.first.isnan().any()
 
     def forward(
@@ -84,7 +84,7 @@ class LearnedScale(nn.Module):
         return learned + (factor - factor.detach()) * share, zero_point
 
 
-def with_gradient_of_scale(
+def attach_gradient_of_scale(
     quantized: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, limits: tuple[int, int]
 ) -> Tensor:
     """Returns quantised numbers as they are, with the paper's gradient of their scale: with

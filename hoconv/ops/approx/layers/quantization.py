@@ -23,7 +23,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import autocasts, has_tangent
 from hoconv.ops.approx.accumulators import AnyAccumulator, code_of
-from hoconv.ops.approx.layers.learned_scale import TINY, LearnedScale, with_gradient_of_scale
+from hoconv.ops.approx.layers.learned_scale import TINY, LearnedScale, attach_gradient_of_scale
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS, Ops
 from hoconv.ops.approx.reference import Pair
 from hoconv.ops.approx.table_gradients.choice import choose
@@ -340,7 +340,7 @@ class Quantizer(nn.Module):
             return round_to_grid(x, scale, zero_point, grid), scale, zero_point
         scale, zero_point = learned(scale, zero_point, x.numel(), grid)
         quantized = round_to_grid(x, scale.detach(), zero_point, grid)
-        quantized = with_gradient_of_scale(quantized, x, scale, zero_point, grid)
+        quantized = attach_gradient_of_scale(quantized, x, scale, zero_point, grid)
         return quantized, scale.detach(), zero_point
 
 

@@ -343,7 +343,7 @@ def test_ranges_of_least_error_are_averaged() -> None:
 
 
 def test_the_observer_knows_the_bits_of_the_input() -> None:
-    """Of 2 bits, clipping pays off more than of 8."""
+    """Clipping pays off more with 2 bits than with 8."""
     torch.manual_seed(0)
     x, most = torch.randn(512, 2), {}
     for bits in (2, 8):
