@@ -94,6 +94,8 @@ class Contender:
         return self.function(*self.args, **self.kwargs)
 
     def gradients(self, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+        if not self.leaves:  # of integers
+            return ()
         return torch.autograd.grad(outputs, self.leaves, self.grads)
 
     def both(self) -> tuple[Any, tuple[Tensor, ...]]:

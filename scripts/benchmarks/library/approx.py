@@ -1,7 +1,8 @@
 """Times approximate products beside PyTorch's: ``python scripts/benchmark.py approx``.
 
-The problems are a matrix product and a convolution as in the middle of a ResNet, of dense operands,
-with every multiplier. Writes, and draws beside it::
+By default the problems are a matrix product and a convolution as in the middle of a ResNet, of
+dense operands, with every multiplier of floats that has a kernel. ``--problem`` and
+``--multiplier`` choose others. Writes, also after each problem, and draws beside it::
 
     approx_<device>.json
         command, date, method
@@ -9,11 +10,15 @@ with every multiplier. Writes, and draws beside it::
         device, threads
         unavailable       why our kernels were not timed, or null
         scalar_gmac_per_s multiplier -> multiply-accumulates, 1e9 a second, of the scalar loop
-                          that `method` describes; CPU only
-        rows              one for each problem and contender, a multiplier or "torch":
-            problem, contender, macs    multiply-accumulates of a forward
+                          that `method` describes; CPU only, of multipliers with a name
+        rows              one for each problem and contender:
+            problem
+            contender             "torch", or a multiplier, of a file its name without
+                                  folder and suffix; with one of integers this is the product alone,
+                                  and "<multiplier>, layer" the layer, which quantises
+            macs                  multiply-accumulates of a forward; null where they are unknown
             error                 null, "out of memory", or what was raised: then the rest is null
-            forward, backward
+            forward, backward     backward is null where there is none: of integers
                 median_ms, p20_ms, p80_ms, repeats
                 gmac_per_s        1e9 multiply-accumulates a second; a backward has twice as many
                 share_of_torch    of PyTorch's rate in the same direction
@@ -25,9 +30,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,18 +45,25 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
-from hoconv import approx
+from hoconv import ApproxConv2d, ApproxLinear, approx
 from hoconv.dispatch.declaration import Sample
 from hoconv.dispatch.implementations import ImplementationError, choose
+from hoconv.jit import BuildError
 from hoconv.jit.generated import compile_cpp
 from hoconv.ops.approx.operator import CONV2D
+from hoconv.ops.approx.sources.c_functions import CFunction
+from hoconv.ops.approx.sources.find import Found, find
+from hoconv.ops.approx.tables import OfIntegers
 from hoconv.tools.benchmarking.charts import COLOURS, save
 from hoconv.tools.benchmarking.measurement import (
     APART,
+    ENOUGH_S,
+    LEAST_REPEATS,
     REPEATS,
     Contender,
+    Timed,
     memory_limit,
     method,
     percentiles,
@@ -89,42 +102,187 @@ _SCALAR_METHOD = (
     "empty asm statement on each product keeps the compiler from vectorising it. Median of "
     f"{SCALAR_REPEATS} calls of {SCALAR_ROWS} rows by 512 columns, K = 512."
 )
-METHOD = method(APART) + _SCALAR_METHOD
+_PRODUCTS_METHOD = (
+    " PyTorch's products are float32, without TF32. A product of integers is given integers, and "
+    "has no backward; its layer is given floats. A training step is the forward to the loss, of "
+    "random images and labels, and the gradients of all parameters, without an optimizer: of "
+    "torchvision's model, and of the same converted by hoconv.approx.convert, though not to a "
+    "function in C of more than 8 bits."
+)
+METHOD = method(APART) + _PRODUCTS_METHOD + _SCALAR_METHOD
+# Convolutions of ResNet-18 that differ: channels, the image's pixels over the input's along a side,
+# filters, their side, stride.
+RESNET18 = (
+    (3, 1, 64, 7, 2), (64, 4, 64, 3, 1), (64, 4, 128, 3, 2), (64, 4, 128, 1, 2),
+    (128, 8, 128, 3, 1), (128, 8, 256, 3, 2), (128, 8, 256, 1, 2), (256, 16, 256, 3, 1),
+    (256, 16, 512, 3, 2), (256, 16, 512, 1, 2), (512, 32, 512, 3, 1),
+)  # fmt: skip
+# Two depthwise convolutions of MobileNetV2: channels, pixels likewise, stride.
+DEPTHWISE = ((32, 2, 1), (576, 16, 2))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What products are timed with: a device, our implementation there, name -> multiplier."""
+
+    device: torch.device
+    impl: str
+    multipliers: Mapping[str, str | Found]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A product: its approximate function, PyTorch's, the shapes of its operands, its cost."""
+    """What is computed, and what it costs: `make` returns PyTorch's contender, then ours."""
 
     name: str
-    approximate: Callable[..., Tensor]
-    exact: Callable[..., Tensor]
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    macs: int
+    macs: int | None
+    make: Callable[[Setting], list[Contender]]
 
 
-def problems(matmul_size: int, images: int, channels: int) -> list[Problem]:
-    """Returns a product of square matrices, and a convolution of images of 14 x 14 pixels."""
-    n, pixels = matmul_size, 14 * 14
-    return [
-        Problem(f"matrix product, {n} x {n} x {n}", approx.matmul, torch.matmul,
-                ((n, n), (n, n)), n**3),
-        Problem(f"convolution, {images} x {channels} x 14 x 14, {channels} filters of 3 x 3",
-                functools.partial(approx.conv2d, padding=1), functools.partial(F.conv2d, padding=1),
-                ((images, channels, 14, 14), (channels, channels, 3, 3)),
-                images * pixels * 9 * channels**2),
-    ]  # fmt: skip
+def _matrix_product(n: int) -> Problem:
+    def layer(**options: Any) -> nn.Module:
+        return ApproxLinear(n, n, bias=False, **options)
+
+    make = functools.partial(
+        _products, torch.matmul, approx.matmul, layer, ((n, n), (n, n)), options={}
+    )
+    return Problem(f"matrix product, {n} x {n} x {n}", n**3, make)
+
+
+def _convolution(
+    images: int, channels: int, pixels: int, filters: int, side: int, stride: int = 1,
+    groups: int = 1,
+) -> Problem:  # fmt: skip
+    """Returns a convolution with padding, so that it has an output for each pixel, but for the
+    stride. `groups` is 1, or the channels of a depthwise one."""
+    options = {"padding": side // 2, "stride": stride, "groups": groups}
+
+    def layer(**more: Any) -> nn.Module:
+        return ApproxConv2d(channels, filters, side, bias=False, **options, **more)
+
+    weight = (filters, channels // groups, side, side)
+    make = functools.partial(
+        _products, F.conv2d, approx.conv2d, layer, ((images, channels, pixels, pixels), weight),
+        options=options,
+    )  # fmt: skip
+    filters_of = "" if groups > 1 else f"{filters} filters of "
+    name = "depthwise convolution" if groups > 1 else "convolution"
+    name += f", {images} x {channels} x {pixels} x {pixels}, {filters_of}{side} x {side}"
+    name += f", stride {stride}" if stride > 1 else ""
+    outputs = images * ((pixels - 1) // stride + 1) ** 2 * filters
+    return Problem(name, outputs * math.prod(weight[1:]), make)
+
+
+def _products(
+    exact: Callable[..., Tensor], approximate: Callable[..., Tensor],
+    layer: Callable[..., nn.Module], shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    setting: Setting, options: Mapping[str, Any],
+) -> list[Contender]:  # fmt: skip
+    """Returns a product of two operands in floats, by multipliers, and by layers that quantise."""
+    floats = Sample(tuple(torch.randn(shape, device=setting.device) for shape in shapes))
+    contenders = [Contender(TORCH, functools.partial(exact, **options), floats)]
+    for name, multiplier in setting.multipliers.items():
+        ours: dict[str, Any] = {"multiplier": multiplier, "impl": setting.impl}
+        function = functools.partial(approximate, **options, **ours)
+        if not isinstance(multiplier, OfIntegers):
+            contenders.append(Contender(name, function, floats))
+            continue
+        integers = (_integers(shape, multiplier, setting.device) for shape in shapes)
+        contenders.append(Contender(name, function, Sample(tuple(integers))))
+        module = layer(device=setting.device, **ours)
+        contenders.append(Contender(f"{name}, layer", module, Sample(floats.args[:1])))
+        contenders[-1].leaves += module.parameters()
+    return contenders
+
+
+def _integers(shape: tuple[int, ...], multiplier: OfIntegers, device: torch.device) -> Tensor:
+    bits = min(multiplier.bits)
+    least = -(1 << bits - 1) if multiplier.signed else 0
+    return torch.randint(least, least + (1 << bits), shape, dtype=multiplier.dtype, device=device)
+
+
+def _training_step(images: int, pixels: int) -> Problem:
+    name = f"training step of MobileNetV2, {images} x 3 x {pixels} x {pixels}"
+    try:
+        from torchvision.models import mobilenet_v2
+    except (ImportError, RuntimeError) as error:  # the second, of another version than PyTorch
+        reason = f"torchvision: {error}"
+
+        def absent(setting: Setting) -> list[Contender]:
+            contender = Contender(TORCH, torch.clone, Sample(()))
+            contender.error = reason
+            return [contender]
+
+        return Problem(name, None, absent)
+
+    def make(setting: Setting) -> list[Contender]:
+        x = torch.randn(images, 3, pixels, pixels, device=setting.device)
+        labels = torch.randint(1000, (images,), device=setting.device)
+        contenders = []
+        for contender, multiplier in {TORCH: None, **setting.multipliers}.items():
+            if isinstance(multiplier, CFunction):  # a step on a CPU takes minutes
+                continue
+            model = mobilenet_v2().to(setting.device)
+            if multiplier is not None:
+                approx.convert(model, multiplier, impl=setting.impl)
+
+            def loss(model: nn.Module = model) -> Tensor:
+                return F.cross_entropy(model(x), labels)
+
+            contenders.append(Contender(contender, loss, Sample(())))
+            contenders[-1].leaves += model.parameters()
+        return contenders
+
+    macs = approx.cost(mobilenet_v2(), torch.zeros(1, 3, pixels, pixels)).multiplications
+    return Problem(name, images * macs, make)
+
+
+# The value of --problem -> the problems, of the options.
+PROBLEMS: dict[str, Callable[[argparse.Namespace], list[Problem]]] = {
+    "matmul": lambda given: [_matrix_product(given.size)],
+    "conv": lambda given: [_convolution(given.images, given.channels, 14, given.channels, 3)],
+    "resnet18": lambda given: [
+        _convolution(given.batch, channels, given.pixels // part, filters, side, stride)
+        for channels, part, filters, side, stride in RESNET18
+    ],
+    "depthwise": lambda given: [
+        _convolution(given.batch, channels, given.pixels // part, channels, 3, stride, channels)
+        for channels, part, stride in DEPTHWISE
+    ],
+    "mobilenet_v2": lambda given: [_training_step(given.batch, given.pixels)],
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--multiplier", nargs="+", choices=approx.MULTIPLIERS,
-                        default=list(approx.MULTIPLIERS), help="default: all")  # fmt: skip
+    parser.add_argument("--problem", nargs="+", choices=PROBLEMS, default=["matmul", "conv"],
+                        help="resnet18: its convolutions; depthwise: two of MobileNetV2; "
+                        "mobilenet_v2: its training step; default: matmul conv")  # fmt: skip
+    parser.add_argument("--multiplier", nargs="+", type=_multiplier,
+                        default=list(approx.MULTIPLIERS), help="as layers take it: a name, a "
+                        "family with its parameter, a file; default: all with a kernel of their "
+                        "own")  # fmt: skip
     parser.add_argument("--size", type=count, help="rows and columns of the matrices; default: 512 "
                         "on a CPU, 4096 on a GPU")  # fmt: skip
-    parser.add_argument("--images", type=count, default=32, help="default: 32")
-    parser.add_argument("--channels", type=count, default=256, help="default: 256")
+    parser.add_argument("--images", type=count, default=32, help="of conv; default: 32")
+    parser.add_argument("--channels", type=count, default=256, help="of conv; default: 256")
+    parser.add_argument("--batch", type=count, help="images of networks and their convolutions; "
+                        "default: 1 on a CPU, 64 on a GPU")  # fmt: skip
+    parser.add_argument("--pixels", type=count, default=224, help="along a side of such an image; "
+                        "default: 224")  # fmt: skip
+    parser.add_argument("--enough-ms", type=count, default=round(1e3 * ENOUGH_S),
+                        help="a contender whose measured calls have taken this long needs "
+                        f"{LEAST_REPEATS} repeats; default: {1e3 * ENOUGH_S:.0f}")  # fmt: skip
     parser.add_argument("--threads", type=count, default=torch.get_num_threads(),
                         help="of a CPU; default: PyTorch's")  # fmt: skip
+
+
+def _multiplier(name: str) -> str:
+    """Parses a multiplier."""
+    try:
+        find(name)
+    except (BuildError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("multiplier: ")) from error
+    return name
 
 
 def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
@@ -133,58 +291,78 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
     torch.set_num_threads(arguments.threads)
     try:
         for device in arguments.device:
-            measured = head | measure(device, arguments)
-            show(_table(measured))
+            path, measured = arguments.out / f"approx_{device}.json", {}
+            for so_far in measure(device, arguments):
+                measured = head | so_far
+                write_json(path, measured, say=False)  # of a run that is ended, too
+            in_use = f", {arguments.threads} in use" if device == "cpu" else ""
+            print(f"approximate products, {hardware(measured)}{in_use}")
+            for table in _tables(measured):
+                show(table)
+            for row in measured["rows"]:
+                if row["error"]:
+                    print(f"{row['problem']}, {row['contender']}: {row['error']}")
             if measured["unavailable"]:
                 print(measured["unavailable"])
-            path = arguments.out / f"approx_{device}.json"
-            write_json(path, measured)
+            print(path)
             draw(measured, path.with_suffix(".png"))
     finally:
         torch.set_num_threads(threads)
 
 
-def measure(device_type: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times all problems on one device; returns the contents of its JSON."""
-    device, impl = torch.device(device_type), "cuda" if device_type == "cuda" else "cpp"
-    multipliers, unavailable = arguments.multiplier, None
+def measure(device_type: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times the problems on one device; yields the contents of its JSON after each."""
+    on_cpu = device_type == "cpu"
+    impl, unavailable = "cpp" if on_cpu else "cuda", None
+    multipliers = {_label(name): find(name) for name in arguments.multiplier}
     try:
         choose(CONV2D, impl, device_type)
     except ImplementationError as error:
-        multipliers, unavailable = [], str(error)
-    on_cpu = device_type == "cpu"
-    scalar = {m: _scalar_gmac_per_s(m) for m in multipliers} if on_cpu else {}
-    size = arguments.size or (512 if on_cpu else 4096)
+        multipliers, unavailable = {}, str(error)
+    named = approx.MULTIPLIERS.keys() & multipliers if on_cpu else ()
+    scalar = {name: _scalar_gmac_per_s(name) for name in multipliers if name in named}
+    setting = Setting(torch.device(device_type), impl, multipliers)
     rows = []
+    given = argparse.Namespace(**vars(arguments))
+    given.size = given.size or (512 if on_cpu else 4096)
+    given.batch = given.batch or (1 if on_cpu else 64)
     with (
         Progress(console=Console(stderr=True)) as progress,
         memory_limit(device_type),
         temporarily(torch.backends.cudnn, allow_tf32=False),
     ):
-        for problem in problems(size, arguments.images, arguments.channels):
-            task = progress.add_task(
-                problem.name, total=(1 + len(multipliers)) * (1 + REPEATS[device_type])
-            )
+        for problem in (each for name in given.problem for each in PROBLEMS[name](given)):
+            contenders = problem.make(setting)
+            repeats = REPEATS[device_type]
+            task = progress.add_task(problem.name, total=len(contenders) * (1 + repeats))
 
             def say(contender: Contender, task: Any = task) -> None:
                 progress.update(task, advance=1)
 
-            operands = tuple(torch.randn(shape, device=device) for shape in problem.shapes)
-            sample = Sample(operands)
-            contenders = [Contender(TORCH, problem.exact, sample)]
-            for name in multipliers:
-                function = functools.partial(problem.approximate, multiplier=name, impl=impl)
-                contenders.append(Contender(name, function, sample))
-            take_turns(contenders, time_apart, device, REPEATS[device_type], say)
+            take_turns(contenders, _time, setting.device, repeats, say, 1e-3 * given.enough_ms)
             rows += [_row(problem, c, contenders[0], scalar.get(c.name)) for c in contenders]
-    return {
-        "method": method(APART, [device_type]) + (_SCALAR_METHOD if on_cpu else ""),
-        "device": device_type,
-        "threads": arguments.threads,
-        "unavailable": unavailable,
-        "scalar_gmac_per_s": scalar,
-        "rows": rows,
-    }
+            yield {
+                "method": method(APART, [device_type])
+                + _PRODUCTS_METHOD
+                + (_SCALAR_METHOD if on_cpu else ""),
+                "device": device_type,
+                "threads": arguments.threads,
+                "unavailable": unavailable,
+                "scalar_gmac_per_s": scalar,
+                "rows": rows,
+            }
+
+
+def _label(name: str) -> str:
+    """Returns the name of a file without its folder and suffix; any other name as it is."""
+    return Path(name).stem if Path(name).suffix else name
+
+
+def _time(contender: Contender, timed: Timed) -> dict[str, float]:
+    """Times forward, and backward where there is one."""
+    if contender.leaves:
+        return time_apart(contender, timed)
+    return {"forward": timed(contender.forward)[1]}
 
 
 def _row(
@@ -196,11 +374,11 @@ def _row(
         "macs": problem.macs,
         "error": contender.error,
     }
-    for direction, macs in (("forward", problem.macs), ("backward", 2 * problem.macs)):
+    for direction, passes in (("forward", 1), ("backward", 2)):
         row[direction] = None
-        if contender.error is None:
-            times = percentiles(contender.times_ms[direction])
-            rate = 1e-6 * macs / times["median_ms"]
+        if problem.macs is not None and (measured := contender.times_ms[direction]):
+            times = percentiles(measured)
+            rate = 1e-6 * passes * problem.macs / times["median_ms"]
             exact = torchs.times_ms[direction]
             row[direction] = times | {
                 "gmac_per_s": rate,
@@ -227,42 +405,52 @@ def _scalar_gmac_per_s(multiplier: str) -> float:
     return 1e-9 * M * K * N / statistics.median(seconds[1:])
 
 
-def _table(measured: dict[str, Any]) -> Table:
-    title = f"approximate products, {hardware(measured)}, {measured['threads']} in use"
-    table = Table(title=title if measured["device"] == "cpu" else hardware(measured), box=SIMPLE)
-    table.add_column("problem")
-    table.add_column("multiplier")
-    for direction in ("forward", "backward"):
-        for column in (f"{direction}\nms", "\nGMAC/s", "share of\ntorch"):
-            table.add_column(column, justify="right")
-    table.add_column("times the\nscalar loop", justify="right")
-    problem = None
-    for row in measured["rows"]:
-        cells = ["" if row["problem"] == problem else row["problem"], row["contender"]]
-        if row["problem"] != problem and problem is not None:
-            table.add_section()
-        problem = row["problem"]
+def _tables(measured: dict[str, Any]) -> Iterator[Table]:
+    """Returns a table for each problem."""
+    for problem in dict.fromkeys(row["problem"] for row in measured["rows"]):
+        table = Table(title=problem, box=SIMPLE)
+        table.add_column("multiplier")
         for direction in ("forward", "backward"):
-            timing = row[direction]
-            cells += ["[red]failed", "", ""] if timing is None else [
-                f"{timing['median_ms']:.4g}",
-                f"{timing['gmac_per_s']:.4g}",
-                f"{timing['share_of_torch']:.0%}" if timing["share_of_torch"] else "",
-            ]  # fmt: skip
-        times = row["forward"] and row["forward"].get("times_scalar")
-        table.add_row(*cells, f"{times:.3g}" if times else "")
-    return table
+            for column in (f"{direction}\nms", "\nGMAC/s", "of\ntorch"):
+                table.add_column(column, justify="right")
+        if measured["scalar_gmac_per_s"]:
+            table.add_column("times the\nscalar loop", justify="right")
+        for row in measured["rows"]:
+            if row["problem"] == problem:
+                table.add_row(row["contender"], *_cells(row))
+        yield table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if row["error"]:
+        return ["[red]failed"]
+    cells = []
+    for direction in ("forward", "backward"):
+        timing = row[direction]
+        cells += ["", "", ""] if timing is None else [
+            _short(timing["median_ms"]),
+            _short(timing["gmac_per_s"]),
+            f"{timing['share_of_torch']:.0%}" if timing["share_of_torch"] else "",
+        ]  # fmt: skip
+    times = row["forward"].get("times_scalar")
+    return [*cells, f"{times:.3g}"] if times else cells
+
+
+def _short(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
     """Draws the rates, forward and backward, as a PNG with a panel for each problem."""
     names = list(dict.fromkeys(row["problem"] for row in measured["rows"]))
-    figure = Figure(figsize=(6 * len(names), 5), layout="constrained")
-    for panel, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+    across = min(len(names), 3)
+    down = -(-len(names) // across)
+    figure = Figure(figsize=(6 * across, 5 * down), layout="constrained")
+    for panel, name in zip(figure.subplots(down, across, squeeze=False).flat, names, strict=False):
         rows = [r for r in measured["rows"] if r["problem"] == name and r["error"] is None]
         for i, direction in enumerate(("forward", "backward")):
             positions = [p + 0.4 * i - 0.2 for p in range(len(rows))]
-            rates = [row[direction]["gmac_per_s"] for row in rows]
+            rates = [row[direction]["gmac_per_s"] if row[direction] else 0 for row in rows]
             panel.bar(positions, rates, 0.4, label=direction, color=COLOURS[i + 1])
         panel.set_xticks(range(len(rows)), [row["contender"] for row in rows], rotation=45)
         panel.set(title=name, ylabel="10⁹ multiply-accumulates a second")
