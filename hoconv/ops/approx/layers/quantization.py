@@ -32,6 +32,11 @@ from hoconv.ops.approx.tables import OfIntegers
 # "mse" tries shares STEP ** n of a batch's range, n less than TRIES: down to a sixtieth of it.
 STEP, TRIES = 0.9, 40
 
+_UNKNOWN = (
+    "input: its range is not known: in training mode the layer saw no batch of finite numbers; run "
+    "one first"
+)
+
 Observed = Literal["minmax", "moving_average", "mse"]
 WeightScales = Literal["tensor", "channel"]
 
@@ -136,7 +141,8 @@ def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int,
     """
     if x.is_meta:  # PyTorch's ops have no implementation for meta tensors
         return x.clone()
-    if torch.compiler.is_compiling():  # nor for shapes that are symbols
+    # Nor for shapes that are symbols; and the one for channels checks zero points on the host.
+    if torch.compiler.is_compiling() or (scale.dim() and _is_captured(x)):
         return _round_by_parts(x, scale, zero_point, grid)
     try:
         if scale.dim():
@@ -146,6 +152,16 @@ def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int,
         if "forward AD" not in str(error):
             raise
         raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}") from None
+
+
+def _is_captured(t: Tensor) -> bool:
+    """Returns whether a CUDA graph records work, in which the host cannot read a tensor."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _assert_known(range_: Tensor) -> None:
+    """Checks on the device that a range, or a scale, is known."""
+    torch._assert_async(~range_.isnan(), _UNKNOWN)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _round_by_parts(x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -317,18 +333,18 @@ class Quantizer(nn.Module):
         learned = self.input_scale
         if learned is None or learned.first.is_meta or torch.compiler.is_compiling():
             return False
+        if _is_captured(learned.first):
+            _assert_known(learned.first)
+            return True
         return learned.is_known
 
     def _check_range(self) -> None:
-        unknown = self.input.least.isnan()
-        message = (
-            "input: its range is not known: in training mode the layer saw no batch of finite "
-            "numbers; run one first"
-        )
-        if torch.compiler.is_compiling():  # a compiled program cannot branch on a tensor's value
-            torch._assert_async(~unknown, message)  # pyright: ignore[reportPrivateImportUsage]
-        elif unknown:
-            raise RuntimeError(message)
+        least = self.input.least
+        # Neither a compiled program nor a CUDA graph can branch on a tensor's value.
+        if torch.compiler.is_compiling() or _is_captured(least):
+            _assert_known(least)
+        elif least.isnan():
+            raise RuntimeError(_UNKNOWN)
 
     def _quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, learned: LearnedScale | None

@@ -10,10 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoconv import approx
+from hoconv.ops.approx.layers import quantization
 
 INTEGERS = approx.multiplier(lambda a, b: a * b, bits=4, signed=True)
+BYTES = approx.multiplier(lambda a, b: (a >> 2 << 2) * b, bits=8, signed=True)
+scales = pytest.mark.parametrize(
+    "options", [{}, {"weight_scales": "channel", "learn_scales": True}], ids=["range", "learned"]
+)
 
 
 def make_network() -> nn.Sequential:
@@ -273,3 +279,81 @@ def test_a_vision_transformer_keeps_its_attention() -> None:
     done = approx.convert(network, "mbm16")
     assert len(done.replaced) == 1 + 12 * 2 + 1  # patches, two layers a block, classes
     assert {name.rpartition(".")[2] for name in done.left} == {"self_attention", "out_proj"}
+
+
+# CUDA graphs
+
+
+def train(network: nn.Module, images: Tensor) -> Any:
+    """Returns a step of training, which returns the loss."""
+    labels = torch.arange(len(images), device=images.device)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(network(images), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+class Unread(TorchDispatchMode):
+    """Fails where the host reads a number of a tensor, as a CUDA graph does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@scales
+def test_what_a_graph_records_reads_no_tensor_and_has_the_same_bits(
+    options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, images = make_network(), make_images()
+    approx.convert(network, BYTES, impl="reference", **options)
+    network(images)  # finds the ranges
+    recorded = copy.deepcopy(network)
+    expected = [train(network, images)() for _ in range(2)]
+    monkeypatch.setattr(quantization, "_is_captured", lambda t: True)
+    with Unread():
+        found = [train(recorded, images)() for _ in range(2)]
+    assert found == expected
+    for name, value in network.state_dict().items():
+        assert torch.equal(recorded.state_dict()[name], value), name
+
+
+@pytest.mark.gpu
+@scales
+def test_a_training_step_is_captured_in_a_cuda_graph(options: Any) -> None:
+    network, images = make_network().cuda(), make_images().cuda()
+    approx.convert(network, BYTES, **options)
+    step = train(network, images)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what a capture needs to find ready, and the ranges
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    batches = torch.randn(3, *images.shape, device="cuda")
+    start = copy.deepcopy(network.state_dict())
+
+    def repeat(call: Any) -> tuple[list[float], dict[str, Tensor]]:
+        network.load_state_dict(start)
+        losses = []
+        for batch in batches:
+            images.copy_(batch)
+            losses.append(call().item())
+        return losses, copy.deepcopy(network.state_dict())
+
+    expected = repeat(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    torch.testing.assert_close(repeat(replay), expected)

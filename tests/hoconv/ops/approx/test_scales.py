@@ -302,6 +302,49 @@ def test_processes_have_the_same_scales(tmp_path: Path) -> None:
         assert torch.equal(one[name], other[name])
 
 
+def _observe_in_one_of_two(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5))
+    convert(made, exact(8, True), momentum=0.25, impl="reference")
+    model = DistributedDataParallel(made)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(1 + rank)
+    expected = Observer(momentum=0.25)
+    for x in (1 + rank) * torch.randn(2, 8, 3, 6, 6):
+        expected(x)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), torch.arange(8) % 5).backward()
+        optimizer.step()
+    after_steps = copy.deepcopy(made.state_dict())
+    model.eval()(torch.randn(8, 3, 6, 6))
+    torch.save((after_steps, made.state_dict(), expected.state_dict()), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_have_the_same_parameters_and_then_the_ranges_of_the_first(
+    tmp_path: Path,
+) -> None:
+    spawn(_observe_in_one_of_two, (str(tmp_path),), 2)
+    (trained, first, seen), (other_trained, other, _) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
+    )
+    ranges = [name for name in first if ".quantizer." in name]
+    assert len(ranges) == 4
+    for name in first.keys() - {*ranges}:
+        assert torch.equal(trained[name], other_trained[name])
+    name = "3.quantizer.input.most"  # a process that trains adds its own batch
+    assert trained[name] != other_trained[name]
+    for name in ranges:
+        assert torch.equal(first[name], trained[name])
+        assert torch.equal(first[name], other[name])
+    for name, value in seen.items():
+        assert torch.equal(first[f"0.quantizer.input.{name}"], value)
+
+
 # Calibration
 
 
