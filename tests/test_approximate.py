@@ -204,6 +204,11 @@ def test_learned_scales_are_trained_from_exact_weights_and_saved(run, train) -> 
     learned = saved.read(path).state_dict["network.classifier.quantizer.weight_scale.factor"]
     assert learned.shape == (10,)
     assert not torch.equal(learned, torch.ones(10))
+    (optimizer,) = torch.load(path, weights_only=False)["optimizer_states"]
+    rest, scales = optimizer["param_groups"]
+    assert (rest["weight_decay"], scales["weight_decay"]) == (0.01, 0)
+    factors = [name for name in saved.read(path).state_dict if name.endswith("_scale.factor")]
+    assert len(scales["params"]) == len(factors) > 0
     tested = run(
         "mode=test", f"ckpt={path}", "impl=reference", "trainer.limit_test_batches=2", *CPU
     )

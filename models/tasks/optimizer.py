@@ -15,6 +15,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from hoconv.ops.approx.layers.learned_scale import LearnedScale
 from models.arguments import require_share
 from models.metrics.mean import EpochMean, Mean
 
@@ -88,7 +89,7 @@ def configure(
         scheduler: called with the optimizer, and with ``total_steps=``, the steps of the fit, if it
             has that argument. It steps after every step; ReduceLROnPlateau after every epoch.
         learning_rate: the highest of the schedule.
-        weight_decay: as the optimizer defines it.
+        weight_decay: as the optimizer defines it; of all parameters but learned scales.
 
     Raises:
         MisconfigurationException: the optimizer or the scheduler refuses a value.
@@ -99,7 +100,7 @@ def configure(
     fused = trainer.strategy.root_device.type == "cuda" and not clips
     options: dict[str, Any] = {"fused": True} if fused and _takes(optimizer, "fused") else {}
     options |= {"lr": learning_rate, "weight_decay": weight_decay}
-    made = _make("optimizer", optimizer, model.parameters(), **options)
+    made = _make("optimizer", optimizer, _groups(model), **options)
     length = {}
     if _takes(scheduler, "total_steps"):
         steps = trainer.estimated_stepping_batches
@@ -115,6 +116,17 @@ def configure(
     else:
         when = {"interval": "step"}
     return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, **when}}
+
+
+def _groups(model: nn.Module) -> Any:
+    """Returns a model's parameters as an optimizer takes them. Learned scales are a group without
+    decay, which would shrink them."""
+    scales = [p for m in model.modules() if isinstance(m, LearnedScale) for p in m.parameters()]
+    if not scales:
+        return model.parameters()
+    learned = {*scales}
+    others = [p for p in model.parameters() if p not in learned]
+    return [{"params": others}, {"params": scales, "weight_decay": 0.0}]
 
 
 def _make(name: str, of: Callable[..., Any], *args: Any, **options: Any) -> Any:
