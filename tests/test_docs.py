@@ -92,7 +92,7 @@ def test_the_reference_has_every_public_name(module: str) -> None:
 OLDER = {
     "approx_cuda", "coco/table_cuda", "coco_captions_overfit", "coco_detection_overfit",
     "coco_segmentation_overfit", "digits", "images_cuda", "loading_cpu", "loading_cuda",
-    "mnist/table_cuda", "mnist_mbm_exact", "mnist_mbm_mbm16", "op_dynamic_conv1d_cuda_bfloat16",
+    "mnist/table_cuda", "mnist_mbm_exact", "mnist_mbm_mbm16",
     "profile_cuda", "recurrent_cells_cuda", "recurrent_directions_cuda", "recurrent_ladder_cuda",
     "recurrent_latency_cuda", "recurrent_lengths_cuda",
     "recurrent_library_cuda", "scaling_cuda", "step_cuda", "table_cpu", "table_cuda",

@@ -19,13 +19,6 @@ namespace hoconv::dynamic_conv1d {
 using Map = Tensor (*)(const Tensor&, const Tensor&, int64_t padding);
 using GradWeight = Tensor (*)(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
                               std::vector<int64_t> stride, int64_t padding);
-// Returns the output, and the taps, which are a softmax over K of `logits` (B, H, K, T).
-using ConvolveSoftmax = std::tuple<Tensor, Tensor> (*)(const Tensor& x, const Tensor& logits,
-                                                       int64_t padding);
-// Returns the gradient of what the linear map gives, in the layout of the taps, which are a softmax
-// of that.
-using GradLogits = Tensor (*)(const Tensor& grad, const Tensor& x, const Tensor& taps,
-                              int64_t padding);
 
 // (B, C, T) as (B, T, C), and back: a view
 inline Tensor transposed(const Tensor& t) {
@@ -88,24 +81,15 @@ inline Tensor generate(const Tensor& x, const Tensor& weight, const std::optiona
 
 // On a GPU, a softmax over any dimension but the last begins with a copy, which is a kernel of its
 // own. On a CPU, the one over the last dimension is slower.
-template <Map convolve>
-std::tuple<Tensor, Tensor> normalize_then_convolve(const Tensor& x, const Tensor& logits,
-                                                   int64_t padding) {
-  Tensor taps = x.is_cuda() ? by_head(softmax(by_step(logits), 3)) : softmax(logits, 2);
-  return {convolve(x, taps, padding), taps};
+inline Tensor normalize(const Tensor& logits) {
+  return logits.is_cuda() ? by_head(softmax(by_step(logits), 3)) : softmax(logits, 2);
+}
+inline Tensor normalize_backward(const Tensor& d_taps, const Tensor& taps) {
+  return taps.is_cuda() ? by_head(softmax_backward(by_step(d_taps), by_step(taps), 3))
+                        : softmax_backward(d_taps, taps, 2);
 }
 
-template <GradWeight grad_weight>
-Tensor grad_weight_then_logits(const Tensor& grad, const Tensor& x, const Tensor& taps,
-                               int64_t padding) {
-  const Tensor d_taps = grad_weight(grad, x, taps.sizes().vec(), taps.strides().vec(), padding);
-  return x.is_cuda() ? by_head(softmax_backward(by_step(d_taps), by_step(taps), 3))
-                     : softmax_backward(d_taps, taps, 2);
-}
-
-template <Map convolve, Map grad_input, GradWeight grad_weight,
-          ConvolveSoftmax convolve_softmax = normalize_then_convolve<convolve>,
-          GradLogits grad_logits = grad_weight_then_logits<grad_weight>>
+template <Map convolve, Map grad_input, GradWeight grad_weight>
 struct Layer {
   // Returns the output (B, C, T) and the taps (B, H, K, T), which the backward pass needs.
   static std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight,
@@ -121,9 +105,9 @@ struct Layer {
                       "bias: expected (heads * K)");
       check_alike(*bias, x, "bias");
     }
-    Tensor generated = generate(x, weight, bias, heads);
-    if (softmax) return convolve_softmax(x, generated, padding);
-    return {convolve(x, generated, padding), generated};
+    Tensor taps = generate(x, weight, bias, heads);
+    if (softmax) taps = normalize(taps);
+    return {convolve(x, taps, padding), taps};
   }
 
   // Returns the gradients of x, weight and bias; an empty tensor in place of one that is not
@@ -142,8 +126,8 @@ struct Layer {
     check_alike(weight, x, "weight");
     const int64_t B = x.size(0), C = x.size(1), T = x.size(2), generated = weight.size(0);
     Tensor d_generated =  // (B, H, K, T), as the taps
-        softmax ? grad_logits(grad, x, taps, padding)
-                : grad_weight(grad, x, taps.sizes().vec(), taps.strides().vec(), padding);
+        grad_weight(grad, x, taps.sizes().vec(), taps.strides().vec(), padding);
+    if (softmax) d_generated = normalize_backward(d_generated, taps);
     const auto rows = [&] { return as_rows(by_step(d_generated)); };
     // Outputs share no memory.
     const auto none = [&] { return make_tensor(x, {0}); };

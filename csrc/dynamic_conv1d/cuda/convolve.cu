@@ -7,193 +7,237 @@
 // which is the same sum with mirrored taps (`Mirrored`) and with the weights of the step that is
 // read. Both gather: no thread adds to the output of another.
 //
-// The tuned kernel reads the weights from global memory once for all channels of the head. A warp
-// computes N channels of the tile. Per four taps a thread loads 16 weights from shared memory, and
-// per channel the next 4 of the 8 values that its steps read, for 16 multiply-adds a channel.
-//
-// Where the weights are a softmax over the taps, a block computes that of its tile in shared
-// memory: a thread has a step. The first block of a tile and head writes it.
+// A thread computes kSteps steps of kChannels channels. At each distance it reads kChannels values
+// of x, in a row of shared memory, and kSteps weights, which lie side by side in the order in which
+// it needs them: 3 loads for 32 products. An example, 16 sequences of 512 channels and 512 steps in
+// 8 heads, K = 31, in bfloat16: 1024 blocks, which an H200 runs at once; each copies 94 steps of 64
+// channels and 64 x 31 weights, 16 KB, and then walks along 38 distances. few_channels.cuh has what
+// serves fewer than four channels a head.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "dynamic_conv1d/cuda/kernels.cuh"
-#include "dynamic_conv1d/layer.h"
+#include "dynamic_conv1d/cuda/few_channels.cuh"
 
 namespace hoconv::dynamic_conv1d {
 namespace {
 
-// Neighbouring threads compute neighbouring steps, or neighbouring channels where channels are
-// contiguous (`channels_last`).
-template <typename T, bool Mirrored>
-__global__ void naive(Sequences<const T> x, Weights<const T> weight, Sequences<T> out, Problem p,
-                      int64_t before, bool channels_last) {
-  using A = acc_t<T>;
-  const int64_t total = p.B * p.C * p.T, step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t n = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; n < total; n += step) {
-    const int64_t b = n / (p.C * p.T);
-    const int64_t t = channels_last ? n / p.C % p.T : n % p.T;
-    const int64_t c = channels_last ? n % p.C : n / p.T % p.C;
-    const int64_t h = c / (p.C / p.H);
-    A sum = 0;
-    for (int64_t j = 0; j < p.K; ++j) {
-      const int64_t s = t + j - before;
-      const bool inside = s >= 0 && s < p.T;
-      if (Mirrored && !inside) continue;
-      const A value = inside ? widen<A>(*x.at(b, c, s)) : A(0);
-      sum += widen<A>(*weight.at(b, h, Mirrored ? p.K - 1 - j : j, Mirrored ? s : t)) * value;
-    }
-    *out.at(b, c, t) = narrow<T>(sum);
-  }
-}
-
-// blockIdx.x counts the tiles of all sequences and heads; blockIdx.y the parts of a head's
-// channels.
-struct Tiling {
-  int T, K, before, H;
-  int tiles;                    // of a sequence
-  int head_channels, channels;  // of a head; of a part of it, a multiple of kWarps * N
-  int row;  // pitch in shared memory: the values that a tile reads, rounded up to four taps
+struct Plan {
+  int64_t B, H, T, before;
+  unsigned tiles;  // of steps
+  int K;
+  Slots slots;
+  int depth;          // distances between two copies
+  bool time_shared;   // whether steps share the weights
+  Packed from, into;  // of x and of the output
 };
 
-// Replaces each column of `taps` by its softmax in the precision of T.
-template <typename T>
-__device__ void normalize(float* taps, int K) {
-  static_assert(kThreads == kTile);
-  float* tap = taps + threadIdx.x;
-  float most = tap[0], total = 0;
-  for (int j = 1; j < K; ++j) most = fmaxf(most, tap[j * kPitch]);
-  for (int j = 0; j < K; ++j) total += tap[j * kPitch] = expf(tap[j * kPitch] - most);
-  for (int j = 0; j < K; ++j) tap[j * kPitch] = widen<float>(narrow<T>(tap[j * kPitch] / total));
+// Where the weight of step s of a group at a distance lies in shared memory.
+__device__ __forceinline__ int place(const Plan& g, int head, int group, int distance) {
+  const int groups = g.time_shared ? 1 : kGroups;
+  return ((head * groups + (g.time_shared ? 0 : group)) * g.depth + distance) * kSteps;
 }
 
-// With `Softmax`, `weight` is what the weights are a softmax of, and `normalized`, whose taps are
-// contiguous, takes them.
-template <typename T, bool Mirrored, bool Softmax, int N>
-__global__ void __launch_bounds__(kThreads)
-    tuned(Sequences<const T> x, Weights<const T> weight, Weights<T> normalized, Sequences<T> out,
-          Tiling g) {
-  extern __shared__ float4 shared[];
-  float* taps = reinterpret_cast<float*>(shared);  // (K, kTile), rows kPitch apart
-  float* rows = taps + g.K * kPitch;               // (kWarps * N, g.row)
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int start = blockIdx.x % g.tiles * kTile;
-  const int64_t b = blockIdx.x / g.tiles / g.H, h = blockIdx.x / g.tiles % g.H;
-
-  load_weights<Mirrored>(taps, weight.at(b, h, 0, 0), weight.s, g.K, g.T,
-                         Mirrored ? start - g.before : start);
-  if constexpr (Softmax) {
-    __syncthreads();
-    normalize<T>(taps, g.K);
-    __syncthreads();
-    if (blockIdx.y == 0)
-      store_weights(taps, normalized.at(b, h, 0, start), normalized.s.t, g.K, g.T - start);
-  }
-
-  const int first = blockIdx.y * g.channels, last = min(first + g.channels, g.head_channels);
-  for (int c = first; c < last; c += kWarps * N) {
-    __syncthreads();  // until the previous rows are read
-    copy_rows(rows, g.row, x.at(b, h * g.head_channels + c, 0), x.s.c, x.s.t,
-              min(kWarps * N, last - c), kTile + g.K - 1, g.T, start - g.before);
-    __syncthreads();
-
-    const float* row = rows + warp * N * g.row + lane * kSteps;
-    const float* tap_weight = taps + lane * kSteps;
-    float sum[N][kSteps] = {}, window[N][4];
+// Copies the weights of `count` distances from the distance `first` on, of the steps from `start`
+// on, to shared memory. `from` is tap 0 of step 0 of the tile's first head.
+template <bool Mirrored, typename T, typename A>
+__device__ __forceinline__ void copy_weights(A* to, const T* from, const WeightStrides& s,
+                                             const Plan& g, int heads, int64_t start, int first,
+                                             int count) {
+  constexpr int taps = kWarp / kSteps;  // of a warp at once, for all steps of a group: all banks
+  constexpr int at_once = 4;
+  const int lane = threadIdx.x % kWarp, step = lane % kSteps;
+  const int first_tap = max(0, first - (kSteps - 1)), last_tap = min(g.K, first + count);
+  const int rounds = (last_tap - first_tap + taps - 1) / taps;
+  const int groups = g.time_shared ? 1 : kGroups;
+  for (int n = threadIdx.x / kWarp; n < heads * groups * rounds; n += kWarps * at_once) {
+    T value[at_once];
+    int target[at_once];
 #pragma unroll
-    for (int m = 0; m < N; ++m) load_four(row + m * g.row, window[m]);
-    for (int j = 0; j < g.K; j += 4) {
-      float factor[4][kSteps], next[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (j + i < g.K) load_four(tap_weight + (j + i) * kPitch, factor[i]);
-#pragma unroll
-      for (int m = 0; m < N; ++m) {
-        load_four(row + m * g.row + j + 4, next);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (j + i >= g.K) continue;
-#pragma unroll
-          for (int v = 0; v < kSteps; ++v)
-            sum[m][v] += factor[i][v] * (i + v < 4 ? window[m][i + v] : next[i + v - 4]);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) window[m][i] = next[i];
-      }
+    for (int m = 0; m < at_once; ++m) {
+      const int item = n + m * kWarps, row = item / rounds;
+      const int tap = first_tap + (item - row * rounds) * taps + lane / kSteps;
+      const int head = row / groups, group = row - head * groups;
+      const int distance = tap + step - first;
+      // The step whose weight it is.
+      const int64_t t = start + group * kSteps + step + (Mirrored ? tap - g.before : 0);
+      const bool kept = head < heads && tap < last_tap && distance >= 0 && distance < count;
+      target[m] = kept ? place(g, head, group, distance) + step : -1;
+      const bool inside = kept && (g.time_shared || (t >= 0 && t < g.T));
+      value[m] =
+          inside
+              ? load<1>(from + head * s.h + (Mirrored ? g.K - 1 - tap : tap) * s.k + t * s.t).e[0]
+              : narrow<T>(A(0));
     }
 #pragma unroll
-    for (int m = 0; m < N; ++m) {
-      const int channel = c + warp * N + m;
-      if (channel >= last) continue;
-#pragma unroll
-      for (int v = 0; v < kSteps; ++v) {
-        const int t = start + lane * kSteps + v;
-        if (t < g.T) *out.at(b, h * g.head_channels + channel, t) = narrow<T>(sum[m][v]);
-      }
-    }
+    for (int m = 0; m < at_once; ++m)
+      if (target[m] >= 0) to[target[m]] = widen<A>(value[m]);
   }
 }
 
-// Launches the tuned kernel with N channels a warp; with a softmax, if there is a tensor for what
-// it gives. Returns false where it does not fit.
-template <typename T, bool Mirrored, int N>
-bool launch_tuned(const Tensor& x, const Tensor& weight, Tensor* normalized, Tensor& out,
-                  const Problem& p, int64_t before, cudaStream_t stream) {
-  const int64_t row = kTile + (p.K + 3) / 4 * 4;
-  const int64_t bytes = (p.K * kPitch + kWarps * N * row) * sizeof(float);
-  const int64_t tiles = (p.T + kTile - 1) / kTile, blocks = p.B * p.H * tiles;
-  if (bytes > kMostSharedBytes || blocks > kMostBlocks) return false;
-  const int64_t groups = (p.head_channels() + kWarps * N - 1) / (kWarps * N);
-  const int64_t parts = std::clamp<int64_t>(kEnoughBlocks / blocks, 1, groups);
-  const int64_t channels = (groups + parts - 1) / parts * kWarps * N;
-  const auto as_int = [](int64_t n) { return static_cast<int>(n); };
-  const Tiling tiling{as_int(p.T),      as_int(p.K),   as_int(before),
-                      as_int(p.H),      as_int(tiles), as_int(p.head_channels()),
-                      as_int(channels), as_int(row)};
-  const dim3 grid(blocks, (p.head_channels() + channels - 1) / channels);
-  if (normalized) {
-    if constexpr (!Mirrored)
-      tuned<T, false, true, N><<<grid, kThreads, bytes, stream>>>(
-          sequences<T>(x), weights<T>(weight), mutable_weights<T>(*normalized),
-          mutable_sequences<T>(out), tiling);
-  } else {
-    tuned<T, Mirrored, false, N><<<grid, kThreads, bytes, stream>>>(
-        sequences<T>(x), weights<T>(weight), {}, mutable_sequences<T>(out), tiling);
-  }
-  return true;
-}
-
-// Launches the tuned kernel that fits, if one does.
 template <typename T, bool Mirrored>
-bool launch_fitting(const Tensor& x, const Tensor& weight, Tensor* normalized, Tensor& out,
-                    const Problem& p, int64_t before, cudaStream_t stream) {
-  if constexpr (sizeof(T) < 8) {
-    if (!contiguous_in_time(x) || !contiguous_in_time(out) || !counts_fit(p)) return false;
-    // With fewer channels than warps, threads would idle; the weights are most of the bytes then.
-    if (p.head_channels() >= 8 * kWarps &&
-        launch_tuned<T, Mirrored, 8>(x, weight, normalized, out, p, before, stream))
-      return true;
-    return p.head_channels() >= kWarps &&
-           launch_tuned<T, Mirrored, 2>(x, weight, normalized, out, p, before, stream);
+__global__ void __launch_bounds__(kThreads, sizeof(T) < 8 ? 8 : 1)
+    convolve(Sequences<const T> x, Weights<const T> weight, Sequences<T> out, Plan g) {
+  using A = acc_t<T>;
+  extern __shared__ uint4 shared[];
+  A* taps = reinterpret_cast<A*>(shared);
+  T* rows =
+      reinterpret_cast<T*>(taps + g.slots.heads * (g.time_shared ? 1 : kGroups) * g.depth * kSteps);
+  constexpr int pitch = pitch_of<T>(kSlots);
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+
+  const unsigned head_tile = blockIdx.x / g.tiles, tiles = g.slots.tiles;
+  const int64_t start = int64_t{blockIdx.x % g.tiles} * kTile;
+  const int64_t first_head = int64_t{head_tile / tiles} * g.slots.heads;
+  const int first_channel = static_cast<int>(head_tile % tiles) * g.slots.of_head;
+  const int heads = static_cast<int>(min(int64_t{g.slots.heads}, g.H - first_head));
+  const int64_t channel = first_head * g.slots.channels + first_channel;
+  const int steps = steps_in_use(start, g.T);
+  for (int64_t b = blockIdx.y; b < g.B; b += gridDim.y) {
+    const bool used = lane * kChannels < heads * g.slots.of_head && group * kSteps < steps;
+    const int head = used ? lane * kChannels / g.slots.of_head : 0;
+
+    A sum[kSteps][kChannels] = {};
+    const int distances = g.K + kSteps - 1;
+    for (int from = 0; from < distances; from += g.depth) {
+      const int count = min(g.depth, distances - from);
+      __syncthreads();  // until what was copied before is read
+      copy_weights<Mirrored>(taps, weight.at(b, first_head, 0, 0), weight.s, g, heads, start, from,
+                             count);
+      copy_steps(rows, pitch, x.at(b, channel, 0), x.s, g.from, g.slots, first_channel, heads,
+                 start - g.before + from, steps - kSteps + count, g.T);
+      __syncthreads();
+      if (!used) continue;
+      const T* row = rows + group * kSteps * pitch + lane * kChannels;
+      const A* factors = taps + place(g, head, group, 0);
+      const auto multiply = [&](int d, auto all) {
+        A value[kChannels], factor[kSteps];
+        const auto values = *reinterpret_cast<const Pack<T, kChannels>*>(row + d * pitch);
+#pragma unroll
+        for (int v = 0; v < kChannels; ++v) value[v] = widen<A>(values.e[v]);
+        constexpr int pack = kPackBytes / sizeof(A);
+#pragma unroll
+        for (int s = 0; s < kSteps; s += pack)
+          *reinterpret_cast<Pack<A, pack>*>(factor + s) =
+              *reinterpret_cast<const Pack<A, pack>*>(factors + d * kSteps + s);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          if (!all && static_cast<unsigned>(from + d - s) >= static_cast<unsigned>(g.K)) continue;
+#pragma unroll
+          for (int v = 0; v < kChannels; ++v) sum[s][v] += factor[s] * value[v];
+        }
+      };
+      // Of the gradient, nothing is outside of the sequence: no zeros, which might meet infinity.
+      int d = 0, end = count;
+      if (Mirrored) {
+        const int64_t position = start + group * kSteps - g.before + from;
+        d = static_cast<int>(min(int64_t{count}, max(int64_t{0}, -position)));
+        end = static_cast<int>(max(int64_t{d}, min(int64_t{count}, g.T - position)));
+      }
+      // At these distances every step has a tap.
+      const int whole = min(end, max(d, kSteps - 1 - from)),
+                part = max(whole, min(end, g.K - from));
+      for (; d < whole; ++d) multiply(d, std::false_type{});
+#pragma unroll 4
+      for (; d < part; ++d) multiply(d, std::true_type{});
+      for (; d < end; ++d) multiply(d, std::false_type{});
+    }
+    if (!used) continue;
+
+    const int own =
+        lane * kChannels - head * g.slots.of_head + first_channel;  // channel of its head
+    const int64_t t = start + group * kSteps;
+    constexpr int pack = std::min<int>(kSteps, kPackBytes / sizeof(T));
+    T* target = out.at(b, (first_head + head) * g.slots.channels + own, t);
+    if (g.into == Packed::channels && own + kChannels <= g.slots.channels &&
+        reinterpret_cast<uintptr_t>(target) % (sizeof(T) * kChannels) == 0) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        if (t + s >= g.T) continue;
+        constexpr int part = std::min(kChannels, pack);
+#pragma unroll
+        for (int v = 0; v < kChannels; v += part) {
+          A together[part];
+#pragma unroll
+          for (int i = 0; i < part; ++i) together[i] = sum[s][v + i];
+          store_sum(target + s * out.s.t + v, together);
+        }
+      }
+      continue;
+    }
+#pragma unroll
+    for (int v = 0; v < kChannels; ++v) {
+      if (own + v >= g.slots.channels) continue;
+      T* sequence = target + v * out.s.c;
+#pragma unroll
+      for (int s = 0; s < kSteps; s += pack) {
+        if (g.into == Packed::steps && t + s + pack <= g.T) {
+          A together[pack];
+#pragma unroll
+          for (int i = 0; i < pack; ++i) together[i] = sum[s + i][v];
+          store_sum(sequence + s, together);
+        } else {
+#pragma unroll
+          for (int i = 0; i < pack; ++i)
+            if (t + s + i < g.T) sequence[(s + i) * out.s.t] = narrow<T>(sum[s + i][v]);
+        }
+      }
+    }
   }
-  return false;
+}
+
+template <typename T, bool Mirrored>
+void launch(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
+            cudaStream_t stream) {
+  Plan g;
+  g.B = p.B, g.H = p.H, g.T = p.T, g.K = static_cast<int>(p.K);
+  g.before = Mirrored ? p.mirrored_before() : p.before;
+  g.slots = slots(p);
+  g.tiles = static_cast<unsigned>(step_tiles(p));
+  g.time_shared = p.time_shared;
+  g.from = packed(x), g.into = packed(out);
+  const int steps =
+      static_cast<int>(std::min<int64_t>(kTile, (p.T + kSteps - 1) / kSteps * kSteps));
+  const int row = pitch_of<T>(kSlots) * sizeof(T);
+  const int of_distance =
+      row + g.slots.heads * (p.time_shared ? 1 : kGroups) * kSteps * sizeof(acc_t<T>);
+  const int most = (kMostSharedBytes - (steps - kSteps) * row) / of_distance;
+  g.depth = static_cast<int>(std::min<int64_t>(most, p.K + kSteps - 1));
+  const int bytes = (steps - kSteps) * row + g.depth * of_distance;
+  const int64_t head_tiles = (p.H + g.slots.heads - 1) / g.slots.heads * g.slots.tiles;
+  const dim3 grid(static_cast<unsigned>(g.tiles * head_tiles),
+                  static_cast<unsigned>(std::min(p.B, kMaxGridYZ)));
+  convolve<T, Mirrored><<<grid, kThreads, bytes, stream>>>(sequences<T>(x), weights<T>(weight),
+                                                           mutable_sequences<T>(out), g);
+}
+
+template <typename T, bool Mirrored>
+void launch_few(const Tensor& x, const Tensor& weight, Tensor& out, const Problem& p,
+                cudaStream_t stream) {
+  const bool by_step = (p.time_shared ? x.stride(2) : weight.stride(3)) == 1;
+  const Spread spread(by_step, p.C, p.T);
+  const auto convolve =
+      p.time_shared ? convolve_few<T, Mirrored, true> : convolve_few<T, Mirrored, false>;
+  convolve<<<spread.grid(p.B), kThreads, 0, stream>>>(
+      sequences<T>(x), weights<T>(weight), mutable_sequences<T>(out), p,
+      Mirrored ? p.mirrored_before() : p.before, spread, packed_weights(weight),
+      packed(out) == Packed::steps);
 }
 
 template <bool Mirrored>
-Tensor convolve(const Tensor& x, const Tensor& weight, int64_t padding) {
+Tensor apply(const Tensor& x, const Tensor& weight, int64_t padding) {
   const Problem p(x, weight.sizes(), padding);
   check_alike(weight, x, "weight");
+  STD_TORCH_CHECK(p.K <= kMostTaps, "weight: too many taps, ", p.K);
   Tensor out = make_like(x);
   if (out.numel() == 0) return out;
-  const Launch launch(x);
-  const int64_t before = Mirrored ? p.mirrored_before() : p.before;
+  const Launch launched(x);
   dispatch_cuda(x, [&](auto zero) {
     using T = decltype(zero);
-    if (!launch_fitting<T, Mirrored>(x, weight, /*normalized=*/nullptr, out, p, before,
-                                     launch.stream))
-      naive<T, Mirrored><<<blocks_for(out.numel()), kThreads, 0, launch.stream>>>(
-          sequences<T>(x), weights<T>(weight), mutable_sequences<T>(out), p, before,
-          x.stride(1) == 1 && !contiguous_in_time(x));
+    if (p.head_channels() < kFewChannels)
+      launch_few<T, Mirrored>(x, weight, out, p, launched.stream);
+    else
+      launch<T, Mirrored>(x, weight, out, p, launched.stream);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return out;
@@ -202,30 +246,11 @@ Tensor convolve(const Tensor& x, const Tensor& weight, int64_t padding) {
 }  // namespace
 
 Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding) {
-  return convolve<false>(x, weight, padding);
+  return apply<false>(x, weight, padding);
 }
 
 Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding) {
-  return convolve<true>(grad, weight, padding);
-}
-
-std::tuple<Tensor, Tensor> convolve_softmax(const Tensor& x, const Tensor& logits,
-                                            int64_t padding) {
-  const Problem p(x, logits.sizes(), padding);
-  check_alike(logits, x, "weight");
-  if (x.numel() > 0) {
-    Tensor out = make_like(x);
-    Tensor taps = by_head(make_tensor(x, {p.B, p.T, p.H, p.K}));
-    const Launch launch(x);
-    bool done = false;
-    dispatch_cuda(x, [&](auto zero) {
-      using T = decltype(zero);
-      done = launch_fitting<T, false>(x, logits, &taps, out, p, p.before, launch.stream);
-      if (done) STD_CUDA_KERNEL_LAUNCH_CHECK();
-    });
-    if (done) return {out, taps};
-  }
-  return normalize_then_convolve<&forward>(x, logits, padding);
+  return apply<true>(grad, weight, padding);
 }
 
 }  // namespace hoconv::dynamic_conv1d

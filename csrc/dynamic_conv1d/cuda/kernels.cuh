@@ -1,18 +1,17 @@
-// Tensors and copies that the CUDA kernels of the dynamic 1-D convolution share.
+// How the CUDA kernels of the dynamic 1-D convolution cut their work, and how they copy sequences
+// to shared memory.
 //
-// There are two kernels for each operation. The `naive` kernel is the definition and takes any
-// number of taps, strides and dtype. The `tuned` kernel takes sequences that are contiguous in
-// time, of all dtypes but float64. One of its blocks owns a tile of kTile steps of one sequence and
-// head. It copies its inputs to shared memory as float, padded with zeros, and each thread computes
-// kSteps neighbouring steps from registers, which it fills with 16-byte loads. Only the copying
-// loops know strides, shared weights and alignment. There are no atomics: two runs give the same
-// bits.
+// Every kernel computes a tile of kTile steps: a thread has kSteps of them, one after another, and
+// kLanes neighbouring threads have neighbouring channels, or taps. It walks along positions of x,
+// not along taps: at a distance d from its first step, x[step + d] meets tap d - s of each of its
+// steps s. So a value that is read once from shared memory serves kSteps products. Only the copies
+// to and from shared memory know strides, shared weights and alignment. There are no atomics: two
+// runs give the same bits.
 //
 // B batch, C channels, H heads, K taps, T time steps.
 #pragma once
 
 #include <algorithm>
-#include <tuple>
 #include <vector>
 
 #include "dynamic_conv1d/problem.h"
@@ -21,11 +20,17 @@
 namespace hoconv::dynamic_conv1d {
 
 constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
-constexpr int kSteps = 4;  // of a thread: one 16-byte load from shared memory
-constexpr int kTile = 32 * kSteps;
-constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
-constexpr int64_t kMostSharedBytes = 48 * 1024;  // without an opt-in
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kLanes = 16;
+constexpr int kGroups = kThreads / kLanes;
+constexpr int kSteps = 8;  // of a thread
+constexpr int kTile = kGroups * kSteps;
+constexpr int kChannels = 4;  // of a thread that computes sequences
+constexpr int kSlots = kLanes * kChannels;
+constexpr int64_t kMostTaps = int64_t{1} << 30;
+constexpr int kMostSharedBytes = 48 * 1024;  // without an opt-in
+constexpr int kPackBytes = 16;               // that one instruction moves
 
 template <typename T>
 struct Sequences {  // x, the output, or the gradient of either
@@ -61,103 +66,133 @@ Weights<T> mutable_weights(Tensor& t) {
   return {static_cast<T*>(t.mutable_data_ptr()), weight_strides(t)};
 }
 
-// Loads four floats from shared memory, at a multiple of 16 bytes.
-__device__ __forceinline__ void load_four(const float* p, float (&four)[4]) {
-  const float4 bits = *reinterpret_cast<const float4*>(p);
-  four[0] = bits.x, four[1] = bits.y, four[2] = bits.z, four[3] = bits.w;
+// The dimension along which packs of kPackBytes lie in memory, aligned; else `none`.
+enum class Packed { none, channels, steps };
+
+inline Packed packed(const Tensor& t) {
+  const int64_t pack = kPackBytes / t.element_size();
+  const auto aligned = [&](int along, int other) {
+    const auto whole = [&](int i) { return t.size(i) == 1 || t.stride(i) % pack == 0; };
+    return t.stride(along) == 1 && t.size(along) % pack == 0 && whole(other) && whole(0) &&
+           reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kPackBytes == 0;
+  };
+  return aligned(1, 2) ? Packed::channels : aligned(2, 1) ? Packed::steps : Packed::none;
 }
 
-// Copies rows to shared memory, `pitch` elements apart, with all threads of the block. Element i of
-// row r is the value at step first + r * shift + i of from + r * row_stride, or zero if that step
-// is out of range. A thread issues `at_once` loads before it waits for the first.
+// Whether packs of the weights' steps are aligned.
+inline bool packed_weights(const Tensor& t) {
+  const int64_t pack = kPackBytes / t.element_size();
+  return t.stride(3) == 1 && t.stride(0) % pack == 0 && t.stride(1) % pack == 0 &&
+         t.stride(2) % pack == 0 &&
+         reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kPackBytes == 0;
+}
+
+// The channels of a tile, in slots. Heads begin at multiples of a thread's slots, so that a thread
+// has one head: the slots after a head's last channel are zeros.
+struct Slots {
+  int heads;     // of a tile
+  int of_head;   // slots of a head within a tile
+  int channels;  // of a head, all its tiles together
+  int tiles;     // of a head that has more channels than a tile has slots; else 1
+  int all() const { return heads * of_head; }
+};
+
+inline Slots slots(const Problem& p) {
+  const int64_t padded = (p.head_channels() + kChannels - 1) / kChannels * kChannels;
+  Slots s;
+  s.of_head = static_cast<int>(std::min<int64_t>(padded, kSlots));
+  s.heads = static_cast<int>(std::min<int64_t>(kSlots / s.of_head, p.H));
+  s.channels = static_cast<int>(p.head_channels());
+  s.tiles = static_cast<int>((padded + kSlots - 1) / kSlots);
+  return s;
+}
+
+// Slots from one row of shared memory to the next. Rows lie a pack apart in the banks, so that
+// neighbouring threads read packs of neighbouring rows without a conflict.
 template <typename T>
-__device__ __forceinline__ void copy_rows(float* to, int pitch, const T* from, int64_t row_stride,
-                                          int64_t stride, int rows, int count, int length,
-                                          int first, int shift = 0) {
-  constexpr int at_once = 4;
-  for (int r = threadIdx.x / 32 * at_once; r < rows; r += kWarps * at_once) {
-#pragma unroll 2
-    for (int i = threadIdx.x % 32; i < count; i += 32) {
-      float value[at_once];
-#pragma unroll
-      for (int m = 0; m < at_once; ++m) {
-        const int t = first + (r + m) * shift + i;
-        const bool inside = r + m < rows && t >= 0 && t < length;
-        value[m] =
-            inside ? widen<float>(load<1>(from + (r + m) * row_stride + t * stride).e[0]) : 0.f;
-      }
-#pragma unroll
-      for (int m = 0; m < at_once; ++m)
-        if (r + m < rows) to[(r + m) * pitch + i] = value[m];
+__host__ __device__ constexpr int pitch_of(int slots) {
+  return slots + kPackBytes / static_cast<int>(sizeof(T));
+}
+
+// Copies `count` steps of a tile to rows of shared memory, from the step `first` on; those outside
+// of the `length` steps of the sequence are zeros. `from` is step 0 of the tile's first channel,
+// whose number within its head is `channel`; `heads` of the tile are among the H.
+template <typename T>
+__device__ __forceinline__ void copy_steps(T* rows, int pitch, const T* from, const Strides& s,
+                                           Packed along, const Slots& g, int channel, int heads,
+                                           int64_t first, int count, int64_t length) {
+  constexpr int pack = kPackBytes / sizeof(T);
+  const int used = heads * g.of_head, of_head = min(g.of_head, g.channels - channel);
+  const bool dense = g.heads == 1 || g.of_head == g.channels;  // no zeros between heads
+  const int channels = heads * of_head;
+  if (along == Packed::channels && dense && used % pack == 0 && channels % pack == 0 &&
+      reinterpret_cast<uintptr_t>(from) % kPackBytes == 0) {
+    const int packs = used / pack, at_once = kThreads / packs;
+    const int column = threadIdx.x % packs * pack, own = threadIdx.x / packs;
+    if (own >= at_once) return;
+#pragma unroll 4
+    for (int row = own; row < count; row += at_once) {
+      const int64_t t = first + row;
+      Pack<T, pack> values{};
+      if (t >= 0 && t < length && column < channels) values = load<pack>(from + t * s.t + column);
+      *reinterpret_cast<Pack<T, pack>*>(rows + row * pitch + column) = values;
     }
-  }
-}
-
-// From a thread's tap and step on to its next, where threads walk along the taps of each step.
-__device__ __forceinline__ void next_tap(int& tap, int& step, int K) {
-  tap += kThreads % K, step += kThreads / K;
-  if (tap >= K) tap -= K, ++step;
-}
-
-// Weights in shared memory are (K, kTile), rows kPitch apart: neighbouring taps of a step, which
-// neighbouring threads copy, lie in different banks, four apart.
-constexpr int kPitch = kTile + 4;
-
-// Copies the weights of a tile, whose first step is `first`, to shared memory; those out of range
-// are zero. `from` are the weights of step 0. Mirrored, row j has tap K - 1 - j, from step first +
-// j on. Neighbouring threads load what is contiguous: taps, as a generator gives them, or steps.
-template <bool Mirrored, typename T>
-__device__ __forceinline__ void load_weights(float* to, const T* from, const WeightStrides& s,
-                                             int K, int length, int first) {
-  if (s.k != 1) {
-    copy_rows(to, kPitch, Mirrored ? from + (K - 1) * s.k : from, Mirrored ? -s.k : s.k, s.t, K,
-              kTile, length, first, Mirrored ? 1 : 0);
     return;
   }
-  constexpr int at_once = 4;
-  const int steps = Mirrored ? kTile + K - 1 : kTile;
-  int tap = threadIdx.x % K, step = threadIdx.x / K;
-  while (step < steps) {
-    float value[at_once];
-    int place[at_once];
+  const auto source = [&](int slot) -> const T* {  // null for a slot of zeros
+    const int head = slot / g.of_head, c = slot - head * g.of_head;
+    return c < of_head ? from + (int64_t{head} * g.channels + c) * s.c : nullptr;
+  };
+  const auto value_at = [&](const T* sequence, int64_t t) {
+    return sequence && t >= 0 && t < length ? load<1>(sequence + t * s.t).e[0]
+                                            : narrow<T>(acc_t<T>(0));
+  };
+  // Neighbouring threads have neighbouring slots, so that they store without a conflict of banks.
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  if (along == Packed::steps && dense) {
+    constexpr int at_once = kSlots / kLanes;
+    const int64_t next = kLanes * s.c;
+    const int skew = static_cast<int>((first % pack + pack) % pack);
+    for (int row = group * pack - skew; row < count; row += kGroups * pack) {
+      const int64_t t = first + row;
+      const T* sequence = from + lane * s.c + t;
+      Pack<T, pack> values[at_once]{};
 #pragma unroll
-    for (int m = 0; m < at_once; ++m) {
-      const int row = Mirrored ? K - 1 - tap : tap, column = Mirrored ? step - row : step;
-      const int t = first + step;
-      const bool kept = step < steps && column >= 0 && column < kTile;
-      place[m] = kept ? row * kPitch + column : -1;
-      value[m] =
-          kept && t >= 0 && t < length ? widen<float>(load<1>(from + t * s.t + tap).e[0]) : 0.f;
-      next_tap(tap, step, K);
+      for (int n = 0; n < at_once; ++n)
+        if (t >= 0 && t < length && lane + n * kLanes < channels)
+          values[n] = load<pack>(sequence + n * next);
+#pragma unroll
+      for (int n = 0; n < at_once; ++n) {
+        if (lane + n * kLanes >= used) continue;
+#pragma unroll
+        for (int i = 0; i < pack; ++i)
+          if (row + i >= 0 && row + i < count)
+            rows[(row + i) * pitch + lane + n * kLanes] = values[n].e[i];
+      }
     }
-#pragma unroll
-    for (int m = 0; m < at_once; ++m)
-      if (place[m] >= 0) to[place[m]] = value[m];
+  } else if (s.t == 1) {  // neighbouring threads read neighbouring steps
+    for (int slot = threadIdx.x / kWarp; slot < used; slot += kWarps) {
+      const T* sequence = source(slot);
+#pragma unroll 4
+      for (int row = threadIdx.x % kWarp; row < count; row += kWarp)
+        rows[row * pitch + slot] = value_at(sequence, first + row);
+    }
+  } else {
+    for (int slot = lane; slot < used; slot += kLanes) {
+      const T* sequence = source(slot);
+#pragma unroll 4
+      for (int row = group; row < count; row += kGroups)
+        rows[row * pitch + slot] = value_at(sequence, first + row);
+    }
   }
 }
 
-// Writes the first `taps` rows of such weights to memory where the taps of a step are contiguous.
-// `to` are the weights of the tile's first step; `steps` of them are within the sequence.
-template <typename T>
-__device__ __forceinline__ void store_weights(const float* from, T* to, int64_t stride, int taps,
-                                              int steps) {
-  int tap = threadIdx.x % taps, step = threadIdx.x / taps;
-  while (step < min(steps, kTile)) {
-    to[step * stride + tap] = narrow<T>(from[tap * kPitch + step]);
-    next_tap(tap, step, taps);
-  }
-}
+inline int64_t step_tiles(const Problem& p) { return (p.T + kTile - 1) / kTile; }
 
-inline bool contiguous_in_time(const Tensor& t) { return t.size(2) <= 1 || t.stride(2) == 1; }
-
-// Whether steps and channels fit 32 bits, in which the tuned kernels count them.
-inline bool counts_fit(const Problem& p) {
-  constexpr int64_t most = int64_t{1} << 30;
-  return p.T + p.K < most && p.C < most;
-}
-
-inline int64_t blocks_for(int64_t elements) {
-  return std::min<int64_t>((elements + kThreads - 1) / kThreads, kMostBlocks);
+// Steps of a tile whose threads have any within the sequence.
+__device__ __forceinline__ int steps_in_use(int64_t start, int64_t T) {
+  const int64_t left = (T - start + kSteps - 1) / kSteps * kSteps;
+  return left < kTile ? static_cast<int>(left) : kTile;
 }
 
 // The operations, in convolve.cu and grad_weight.cu.
@@ -165,9 +200,5 @@ Tensor forward(const Tensor& x, const Tensor& weight, int64_t padding);
 Tensor grad_input(const Tensor& grad, const Tensor& weight, int64_t padding);
 Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> size,
                    std::vector<int64_t> stride, int64_t padding);
-// The output, and the weights, which are a softmax of `logits` (B, H, K, T) over the taps.
-std::tuple<Tensor, Tensor> convolve_softmax(const Tensor& x, const Tensor& logits, int64_t padding);
-// The gradient of what the weights are a softmax of, over the taps.
-Tensor grad_logits(const Tensor& grad, const Tensor& x, const Tensor& taps, int64_t padding);
 
 }  // namespace hoconv::dynamic_conv1d

@@ -6,7 +6,7 @@
 namespace hoconv::dynamic_conv1d {
 namespace {
 
-using OwnLayer = Layer<&forward, &grad_input, &grad_weight, &convolve_softmax, &grad_logits>;
+using OwnLayer = Layer<&forward, &grad_input, &grad_weight>;
 
 }  // namespace
 }  // namespace hoconv::dynamic_conv1d
