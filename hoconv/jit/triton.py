@@ -26,7 +26,10 @@ def obstacle() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; pip install triton"
     # Triton compiles its own access to the driver.
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+    if command := os.environ.get("CC"):
+        if shutil.which(command) is None:
+            return f"the C compiler CC={command} was not found; set CC to one for Triton"
+    elif not (shutil.which("gcc") or shutil.which("clang")):
         return "Triton found no C compiler; install gcc, or set CC"
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():

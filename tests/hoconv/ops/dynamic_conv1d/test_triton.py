@@ -184,3 +184,12 @@ def test_what_a_machine_with_a_gpu_lacks_is_named(
         monkeypatch.setattr(each, of, lambda what: what)
     monkeypatch.setattr(module, name, lambda what: missing)
     assert (triton.obstacle() or "").startswith(said)
+
+
+def test_a_c_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/gcc")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda what: what)
+    assert triton.obstacle() == (
+        "the C compiler CC=/nowhere/gcc was not found; set CC to one for Triton"
+    )
