@@ -20,7 +20,7 @@ from hoconv.ops.approx import function_kernels, function_products
 from hoconv.ops.approx.accumulators import code_of
 from tests.hoconv.ops.approx.test_c_functions import adder, function
 
-GPU = Path(__file__).parents[1] / "high_order/emulation/gpu.h"
+GPU = Path(__file__).parents[1] / "emulation/gpu.h"
 needs_compiler = pytest.mark.skipif(
     compilers.obstacle("cpu") is not None, reason=str(compilers.obstacle("cpu"))
 )

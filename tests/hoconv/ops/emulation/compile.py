@@ -1,31 +1,51 @@
-"""Compiles the CUDA kernels of the high-order convolution as C++, for a GPU that gpu.h emulates."""
+"""Compiles CUDA kernels as C++, for a GPU that gpu.h emulates, and runs their tests."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hoconv import jit
 from hoconv.jit import cache, compilers, headers
 
-_SOURCES = [
-    f"high_order/conv2d/cuda/{name}.cu"
-    for name in ("bands/banded", "forward", "grad_input", "grad_weight")
-]
+_ROOT = Path(__file__).parents[4]
 _INSTRUCTIONS = "high_order/tensor_cores.cuh"  # which gpu.h has
 _INCLUDE = re.compile(r'^#include "(.*)"\n', re.MULTILINE)
 _LAUNCH = re.compile(r"^( *)(\S.*?)<<<", re.MULTILINE)
 
 
-def compile_kernels() -> Path:
+def run(module: str, folder: str, *names: str) -> None:
+    """Runs a module with a library of emulated kernels as its argument: a process of its own, since
+    what it registers for tensors of a CPU stays. Fails where the module ends with an error.
+
+    Args:
+        folder, names: those of the sources in csrc, without ``.cu``.
+    """
+    library = _compile([f"{folder}/{name}.cu" for name in names])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(_ROOT), *sys.path)),
+        "MALLOC_PERTURB_": "85",  # what is freed is no number that a kernel may read
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(library)], env=environment, cwd=_ROOT,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _compile(sources: Sequence[str]) -> Path:
     """Returns a library that registers each op's overload ``cuda`` for tensors of a CPU."""
     command, flags = compilers.compiler("cpu"), compilers.flags("cpu", ())
     # Compiled once, run for a second.
     flags = [*(flag for flag in flags if not flag.startswith("-O")), "-O1", "-w"]
-    texts = [_as_cpp("".join(_flatten(source, set()))) for source in _SOURCES]
+    texts = [_as_cpp("".join(_flatten(source, set()))) for source in sources]
     includes = compilers.include_flags((jit.CSRC, headers.PUBLIC))
 
     def make(folder: Path) -> Path:

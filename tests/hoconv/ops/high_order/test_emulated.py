@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from hoconv.jit import compilers
-from tests.hoconv.ops.high_order.emulation.compile import compile_kernels
-
-_ROOT = Path(__file__).parents[4]
+from tests.hoconv.ops.emulation import compile
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(compilers.obstacle("cpu") is not None, reason=str(compilers.obstacle("cpu")))
 def test_cuda_kernels_compute_the_definition_on_a_cpu() -> None:
-    command = [sys.executable, "-m", "tests.hoconv.ops.high_order.emulation.check"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(_ROOT), *sys.path)),
-        "MALLOC_PERTURB_": "85",  # what is freed is no number that a kernel may read
-    }
-    done = subprocess.run(
-        [*command, str(compile_kernels())], env=environment, cwd=_ROOT,
-        capture_output=True, text=True,
+    compile.run(
+        "tests.hoconv.ops.high_order.emulated", "high_order/conv2d/cuda", "bands/banded", "forward",
+        "grad_input", "grad_weight",
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,17 @@
+"""The CUDA kernels on a CPU, thread by thread: where there is no GPU, they run all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from hoconv.jit import compilers
+from tests.hoconv.ops.emulation import compile
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compilers.obstacle("cpu") is not None, reason=str(compilers.obstacle("cpu")))
+def test_cuda_kernels_compute_the_definition_on_a_cpu() -> None:
+    compile.run(
+        "tests.hoconv.ops.dynamic_conv1d.emulated", "dynamic_conv1d/cuda", "convolve",
+        "grad_weight",
+    )  # fmt: skip
