@@ -7,11 +7,14 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import torchvision
 
 import hoconv
+from hoconv.jit import compilers
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
@@ -69,6 +72,47 @@ CODE = {
 def test_its_code_runs(page: str) -> None:
     scope = dict(CODE[page])
     for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        exec(compile(code, page, "exec"), scope)
+
+
+C_FUNCTION = """// PDK45_PWR = 0.425 mW
+// WCE = 0
+#include <stdint.h>
+int16_t mul8s(int8_t a, int8_t b) { return a * b; }
+"""
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def _product_of_bfloat16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        return (t.view(torch.int32) & ~0xFFFF).view(torch.float32)
+
+    return keep(keep(a) * keep(b))
+
+
+@pytest.mark.skipif(compilers.obstacle("cpu") is not None, reason="no C++ compiler")
+def test_the_code_about_multipliers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mul8s", "mul8s_1KV6"):
+        Path(f"{name}.c").write_text(C_FUNCTION.replace("mul8s", name))
+    Path("mul7u.c").write_text((ROOT / "docs/use/mul7u_truncated.c").read_text())
+    products = [a * b for a in range(-128, 128) for b in range(-128, 128)]
+    Path("multiplier.txt").write_text("\n".join(map(str, products)))
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    tables = {"a": _integers(2, 5, 4), "b": _integers(2, 4, 3)}
+    derivatives = {"of_a": torch.randn(128, 128), "of_b": torch.randn(128, 128)}
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, 32), torch.nn.Flatten())
+    scope: dict[str, Any] = {
+        "torch": torch, "torchvision": torchvision, "hoconv": hoconv, "model": network,
+        "batches": torch.randn(2, 1, 3, 64, 64), "x": torch.randn(1, 2, 9, 9),
+        "weight": torch.randn(4, 2, 3, 3), "my_product_of_floats": _product_of_bfloat16,
+    }  # fmt: skip
+    page = "docs/use/approx.md"
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        scope |= tables if "table_matmul" in code else {"a": a, "b": b, **derivatives}
         exec(compile(code, page, "exec"), scope)
 
 
