@@ -80,7 +80,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "hoconv": hoconv.__version__,
-        "commit": _commit(Path(hoconv.__file__).parent),
+        "commit": commit_of(Path(hoconv.__file__).parent),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "pytorch_lightning": _version("pytorch-lightning"),
@@ -109,7 +109,7 @@ def package(operator: Operator) -> dict[str, str | None]:
     distribution = names.get(top)
     version = _version(distribution) if distribution else None
     file = getattr(sys.modules[top], "__file__", None)
-    commit = _commit(Path(file).parent) if file else None
+    commit = commit_of(Path(file).parent) if file else None
     return {"distribution": distribution, "version": version, "commit": commit}
 
 
@@ -212,8 +212,9 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _commit(folder: Path) -> str | None:
-    """The commit of a folder whose files git knows; an installed one may lie in another's tree."""
+def commit_of(folder: Path) -> str | None:
+    """Returns the commit of a folder whose files git knows: an installed one may lie in the tree of
+    something else."""
     git = "git", "-C", str(folder)
     if _first_line(*git, "ls-files") is None:
         return None

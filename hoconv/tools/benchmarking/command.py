@@ -43,7 +43,8 @@ Writes, and draws beside it where matplotlib is installed::
 
     against_<operator>_<device>_<dtype>.json
         command, date, method, environment, package, operator, device, dtype, axis, unavailable
-        against           the folder
+        against
+            folder, commit        its name; of its checkout, null where it is in none
         errors            what could not be compared: size, contender, error
         changes           one for each size, implementation and direction:
             size, contender, way
@@ -102,7 +103,7 @@ from hoconv.tools.commands import (
     report_broken_packages,
     write_json,
 )
-from hoconv.tools.doctor import package
+from hoconv.tools.doctor import commit_of, package
 from hoconv.tools.tables import show
 
 
@@ -210,7 +211,10 @@ def _compare(
         "dtype": dtype_name(dtype),
         "axis": operator.benchmark.axis,
         "unavailable": unavailable,
-        "against": str(arguments.against.resolve()),
+        "against": {
+            "folder": arguments.against.resolve().name,
+            "commit": commit_of(arguments.against),
+        },
         "errors": [
             {"size": size, "contender": impl, "error": error}
             for (size, impl), error in errors.items()

@@ -83,6 +83,7 @@ def benchmark(new: Path, old: Path) -> subprocess.CompletedProcess[str]:
 def changes(new: Path) -> dict[str, str]:
     """Direction -> verdict, of the record."""
     record = json.loads((new / "out" / "against_pace_cpu_float32.json").read_text())
+    assert str(new.parent) not in json.dumps(record["against"])
     return {change["way"]: change["verdict"] for change in record["changes"]}
 
 
