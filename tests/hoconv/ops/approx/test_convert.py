@@ -26,7 +26,7 @@ def make_network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.Conv2d(8, 8, (3, 1), stride=2, dilation=(2, 1), groups=4, padding_mode="reflect",
+        nn.Conv2d(8, 8, (3, 1), stride=2, dilation=(2, 1), groups=8, padding_mode="reflect",
                   padding=(2, 0)),
         nn.Flatten(), nn.Linear(128, 10),
     )  # fmt: skip

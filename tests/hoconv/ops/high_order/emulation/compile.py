@@ -1,17 +1,17 @@
-"""Compiles the CUDA kernels of the high-order convolution as C++, for a GPU that gpu.h emulates."""
+"""Compiles CUDA kernels as C++, for a GPU that gpu.h emulates."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hoconv import jit
 from hoconv.jit import cache, compilers, headers
 
-_SOURCES = [
+_SOURCES = [  # of the high-order convolution
     f"high_order/conv2d/cuda/{name}.cu"
     for name in ("bands/banded", "forward", "grad_input", "grad_weight")
 ]
@@ -20,12 +20,16 @@ _INCLUDE = re.compile(r'^#include "(.*)"\n', re.MULTILINE)
 _LAUNCH = re.compile(r"^( *)(\S.*?)<<<", re.MULTILINE)
 
 
-def compile_kernels() -> Path:
-    """Returns a library that registers each op's overload ``cuda`` for tensors of a CPU."""
+def compile_kernels(sources: Sequence[str] = _SOURCES) -> Path:
+    """Returns a library that registers each op's overload ``cuda`` for tensors of a CPU.
+
+    Args:
+        sources: their paths in csrc/.
+    """
     command, flags = compilers.compiler("cpu"), compilers.flags("cpu", ())
     # Compiled once, run for a second.
     flags = [*(flag for flag in flags if not flag.startswith("-O")), "-O1", "-w"]
-    texts = [_as_cpp("".join(_flatten(source, set()))) for source in _SOURCES]
+    texts = [_as_cpp("".join(_flatten(source, set()))) for source in sources]
     includes = compilers.include_flags((jit.CSRC, headers.PUBLIC))
 
     def make(folder: Path) -> Path:
@@ -78,7 +82,7 @@ def _as_cpp(text: str) -> str:
     text = text.replace("extern __shared__ uint4 shared[];",
                         "uint4* const shared = gpu::shared_memory();")  # fmt: skip
     text = text.replace("(hoconv, CUDA, m)", "(hoconv, CPU, m)")
-    assert "asm" not in text, "gpu.h emulates no other instruction"
+    assert "asm volatile" not in text, "gpu.h emulates no other instruction"
     return header + _launched(text)
 
 
