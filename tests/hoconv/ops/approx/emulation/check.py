@@ -102,8 +102,10 @@ def _depthwise() -> Iterator[str]:
     for signed, kept, real, most in cases:
         for n in range(_RANDOM // 4):
             kernel, windows, size = _windows(64)
-            if n == 0:  # more than the threads of a block have at once
-                kernel, windows, size = (3, 3), [(1, 1), (1, 1), (1, 1)], (30, 45)
+            if n < 6:  # those with a kernel of their own, the first of more than a block at once
+                stride, across = random.randint(1, 3), 1 + n % 3
+                kernel, windows = (2 + n % 2, 3), [(stride, across), (1, n % 2), (stride, 1)]
+                size = (30, 45) if n < 2 else (5 + n, 6 + n)
             C, dtype = random.randint(1, 3), torch.int8 if signed else torch.uint8
             x = _whole(dtype, random.randint(1, 2), C, *size)
             weight = _whole(dtype, C * random.randint(1, 3), 1, *kernel)
