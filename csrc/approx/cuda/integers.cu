@@ -134,10 +134,6 @@ struct Sums {
   const float *scale_a, *scale_b;
   const int32_t *zero_a, *zero_b;
   int64_t batch, M, N, K, pixels;
-
-  // Tiles of a matrix.
-  __host__ __device__ int64_t down() const { return (M + kSide - 1) / kSide; }
-  __host__ __device__ int64_t across() const { return (N + kSide - 1) / kSide; }
 };
 
 // A block transposes a tile in shared memory, so that neighbouring threads both load and store
@@ -148,28 +144,33 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float values[kSide][kSide + 1];
   const int64_t zero_a = *p.zero_a, zero_b = *p.zero_b, last = p.K * zero_a * zero_b;
   const double scale = static_cast<double>(*p.scale_a) * *p.scale_b;
-  const int64_t down = p.down(), across = p.across();
   const int lane = threadIdx.x % kSide, first = threadIdx.x / kSide;
   constexpr int step = kThreads / kSide;
-  for (int64_t tile = blockIdx.x; tile < p.batch * down * across; tile += gridDim.x) {
-    const int64_t n = tile / across / down;
-    const int64_t row = tile / across % down * kSide, column = tile % across * kSide;
-    __syncthreads();
-    for (int i = first; i < kSide; i += step) {
-      const int64_t m = row + i, o = column + lane;
-      if (m >= p.M || o >= p.N) continue;
-      const int64_t total = products[(n * p.M + m) * p.N + o] - zero_b * p.rows[n * p.M + m] -
-                            zero_a * p.columns[n * p.N + o] + last;
-      values[i][lane] = static_cast<float>(scale * static_cast<double>(total));
+  const int64_t row = int64_t{blockIdx.x} * kSide;
+  const int64_t b = (row + lane) / p.pixels, pixel = (row + lane) % p.pixels;
+  for (int64_t n = blockIdx.z; n < p.batch; n += gridDim.z)
+    for (int64_t column = int64_t{blockIdx.y} * kSide; column < p.N;
+         column += int64_t{gridDim.y} * kSide) {
+      __syncthreads();
+      for (int i = first; i < kSide; i += step) {
+        const int64_t m = row + i, o = column + lane;
+        if (m >= p.M || o >= p.N) continue;
+        const int64_t total = products[(n * p.M + m) * p.N + o] - zero_b * p.rows[n * p.M + m] -
+                              zero_a * p.columns[n * p.N + o] + last;
+        const float value = static_cast<float>(scale * static_cast<double>(total));
+        if (p.pixels == 1)  // nothing to transpose
+          out[(m * p.batch + n) * p.N + o] = value;
+        else
+          values[i][lane] = value;
+      }
+      if (p.pixels == 1) continue;
+      __syncthreads();
+      for (int i = first; i < kSide; i += step) {
+        const int64_t o = column + i;
+        if (row + lane >= p.M || o >= p.N) continue;
+        out[((b * p.batch + n) * p.N + o) * p.pixels + pixel] = values[lane][i];
+      }
     }
-    __syncthreads();
-    for (int i = first; i < kSide; i += step) {
-      const int64_t m = row + lane, o = column + i;
-      if (m >= p.M || o >= p.N) continue;
-      const int64_t b = m / p.pixels, pixel = m % p.pixels;
-      out[((b * p.batch + n) * p.N + o) * p.pixels + pixel] = values[lane][i];
-    }
-  }
 }
 
 // The real numbers (M / pixels, batch * N, pixels) of sums of products (batch, M, N) of integers.
@@ -210,10 +211,12 @@ Tensor integer_total(const Tensor& products, const Tensor& rows, const Tensor& c
                pixels};
   const auto run = [&](auto zero_of_type) {
     using T = decltype(zero_of_type);
-    const int64_t tiles = batch * p.down() * p.across();
-    to_real<T><<<blocks_of(tiles, 1), kThreads, 0, current.stream>>>(
-        static_cast<const T*>(from.const_data_ptr()), static_cast<float*>(out.mutable_data_ptr()),
-        p);
+    const int64_t down = (M + kSide - 1) / kSide, across = (N + kSide - 1) / kSide;
+    STD_TORCH_CHECK(down <= INT32_MAX, "products: too many rows");
+    const dim3 grid(down, std::min(across, kMaxGridYZ), std::min(batch, kMaxGridYZ));
+    to_real<T><<<grid, kThreads, 0, current.stream>>>(static_cast<const T*>(from.const_data_ptr()),
+                                                      static_cast<float*>(out.mutable_data_ptr()),
+                                                      p);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   };
   if (products.scalar_type() == ScalarType::Int)

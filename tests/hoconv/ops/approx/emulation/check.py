@@ -39,6 +39,10 @@ def _whole(dtype: torch.dtype, *shape: int) -> Tensor:
     return t.contiguous(memory_format=torch.channels_last) if random.random() < 0.5 else t
 
 
+def _bytes(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
 def _table(most: int) -> Tensor:
     return torch.randint(-most - 1, most + 1, (256, 256), dtype=torch.int32)
 
@@ -114,6 +118,21 @@ def _depthwise() -> Iterator[str]:
                              *(grids if real else ()))  # fmt: skip
 
 
+def _products() -> Iterator[str]:
+    """Yields what differs of products of matrices, with tiles of every width."""
+    for B, M, K, N in (
+        (1, 9, 40, 5), (1, 130, 33, 64), (2, 3, 70, 100), (1, 3, 0, 2),
+        # As many tiles as multiprocessors, of four columns a thread, and of two.
+        (132, 1, 3, 128), (132, 1, 3, 64),
+    ):  # fmt: skip
+        for most, limits in itertools.product((900, 2**15 - 1, 2**20), ((None, None), (-999, 999))):
+            if B > 2 and most != 900:
+                continue
+            a, b = _bytes(B, K, M).mT, _bytes(B, K, N)
+            yield from _both("table_matmul", a, b, _table(most), *limits)
+            yield from _both("table_matmul", a, _bytes(B, N, K).mT, abs(_table(most)), *limits)
+
+
 def _layers(folder: Path) -> Iterator[str]:
     """Yields what differs of a whole convolution of real numbers, with any accumulator."""
     table = _table(900)
@@ -141,7 +160,8 @@ def main() -> int:
     torch.manual_seed(0)
     random.seed(0)
     with TemporaryDirectory() as folder:
-        checks = _integers(), _unfolded(), _totals(), _depthwise(), _layers(Path(folder))
+        checks = [_integers(), _unfolded(), _totals(), _products(), _depthwise()]
+        checks.append(_layers(Path(folder)))
         failed = 0
         for what in itertools.chain(*checks):
             print(what, flush=True)

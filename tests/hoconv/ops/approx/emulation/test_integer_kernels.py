@@ -13,7 +13,7 @@ from hoconv.jit import compilers
 from tests.hoconv.ops.high_order.emulation.compile import compile_kernels
 
 _ROOT = Path(__file__).parents[5]
-_SOURCES = [f"approx/cuda/{name}.cu" for name in ("integers", "depthwise")]
+_SOURCES = [f"approx/cuda/{name}.cu" for name in ("integers", "depthwise", "table")]
 
 
 @pytest.mark.skipif(compilers.obstacle("cpu") is not None, reason=str(compilers.obstacle("cpu")))

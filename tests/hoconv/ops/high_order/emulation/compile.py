@@ -81,6 +81,10 @@ def _as_cpp(text: str) -> str:
         )
     text = text.replace("extern __shared__ uint4 shared[];",
                         "uint4* const shared = gpu::shared_memory();")  # fmt: skip
+    text = text.replace(
+        "extern __shared__ uint16_t products[];",
+        "uint16_t* const products = reinterpret_cast<uint16_t*>(gpu::shared_memory());",
+    )
     text = text.replace("(hoconv, CUDA, m)", "(hoconv, CPU, m)")
     assert "asm volatile" not in text, "gpu.h emulates no other instruction"
     return header + _launched(text)
