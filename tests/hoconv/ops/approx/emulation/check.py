@@ -1,7 +1,8 @@
-"""Runs the emulated kernels for products of integers, and compares all their bits with the
-definitions; ends with 1 where they differ.
+"""Runs the CUDA kernels for products of integers, and compares all their bits with the definitions;
+ends with 1 where they differ.
 
-A process of its own: what it registers for tensors of a CPU stays.
+The argument is a library of emulated kernels, or "cuda", for those of a GPU. A process of its own:
+what the library registers for tensors of a CPU stays.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def _windows(taps: int) -> tuple[tuple[int, ...], list[tuple[int, int]], tuple[i
 
 def _both(op: str, *args: Any) -> Iterator[str]:
     """Yields the call if the results differ."""
-    found, expected = (getattr(ops, op)(*args) for ops in (_CUDA, _REFERENCE))
+    device = "cuda" if sys.argv[1] == "cuda" else "cpu"
+    there = (a.to(device) if isinstance(a, Tensor) else a for a in args)
+    found = getattr(_CUDA, op)(*there).cpu()
+    expected = getattr(_REFERENCE, op)(*args)
     if found.dtype != expected.dtype or not torch.equal(found, expected):
         shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
         yield f"{op}{tuple(shapes)}"
@@ -156,7 +160,8 @@ def _layers(folder: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    torch.ops.load_library(sys.argv[1])
+    if sys.argv[1] != "cuda":
+        torch.ops.load_library(sys.argv[1])
     torch.manual_seed(0)
     random.seed(0)
     with TemporaryDirectory() as folder:
