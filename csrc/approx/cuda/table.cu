@@ -166,8 +166,17 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table,
                    a.stride(2)};
   const Bytes right{static_cast<const uint8_t*>(b.const_data_ptr()), b.stride(0), b.stride(2),
                     b.stride(1)};
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const auto tiles_of = [&](auto columns) {
+    return Tiles<columns>(left, right, static_cast<int32_t*>(out.mutable_data_ptr()), p);
+  };
+  // What the last block takes: a tile takes its columns, and about a fifth of one more to load.
+  const auto time_of = [&](auto columns) {
+    const int64_t count = tiles_of(columns).count();
+    return (count + multiprocessors - 1) / multiprocessors * (5 * columns + 1);
+  };
   const auto multiply_by = [&](auto columns, auto limited) {
-    const Tiles<columns> tiles(left, right, static_cast<int32_t*>(out.mutable_data_ptr()), p);
+    const Tiles<columns> tiles = tiles_of(columns);
     const auto* products = static_cast<const int32_t*>(table.const_data_ptr());
     constexpr int needed = kTable * sizeof(uint16_t) + sizeof(typename Tiles<columns>::Stage);
     const Limits kept = limits.value_or(Limits{});
@@ -177,10 +186,16 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table,
       launch<columns, false, limited>(tiles, products, kept, current.stream);
   };
   const auto choose_columns = [&](auto limited) {
-    if (p.N > 64)  // wider than a tile of two columns a thread
-      multiply_by(std::integral_constant<int, 4>{}, limited);
+    const std::integral_constant<int, 1> one;
+    const std::integral_constant<int, 2> two;
+    const std::integral_constant<int, 4> four;
+    const int64_t least_time = std::min({time_of(one), time_of(two), time_of(four)});
+    if (time_of(four) == least_time)
+      multiply_by(four, limited);
+    else if (time_of(two) == least_time)
+      multiply_by(two, limited);
     else
-      multiply_by(std::integral_constant<int, 2>{}, limited);
+      multiply_by(one, limited);
   };
   if (limits)
     choose_columns(std::true_type{});

@@ -28,20 +28,17 @@ from hoconv.dispatch.registration import (
     register_gradient,
 )
 from hoconv.ops.approx import function_products, reference
-from hoconv.ops.approx.accumulators import Adder, parse
+from hoconv.ops.approx.accumulators import Adder, Register, parse
 from hoconv.ops.approx.first_derivative import refuse_second_derivative
-from hoconv.ops.approx.table_gradients.backward import (
-    Operand,
-    integers_of,
-    of_conv2d,
-    of_matmul,
-)
+from hoconv.ops.approx.reference import Pair
+from hoconv.ops.approx.table_gradients.backward import Operand, of_conv2d, of_matmul
 
 NO_FORWARD_MODE = (
     "has no forward-mode derivative; use reverse mode: backward, torch.func.vjp or "
     "torch.func.jacrev"
 )
 
+_MOST_TAPS = 64  # as in csrc/approx/cuda/depthwise.cu
 _library = torch.library.Library("hoconv", "FRAGMENT")
 _ops = torch.ops.hoconv
 KERNELS = kernels("approx")
@@ -71,6 +68,25 @@ _SCHEMAS = {
     # result is (B, M, N) int32. At each addition sums are kept within least to most, if given.
     "approx_table_matmul":
         "(Tensor a, Tensor b, Tensor table, int? least=None, int? most=None) -> Tensor",
+    # Bytes x (B, C, H, W) and weight (O, 1, R, S), of up to _MOST_TAPS taps, and C groups; a sum is
+    # kept within least to most at each addition, or wraps to them after the last. Without scales
+    # the result is int32; with them, float32 as of approx_integer_total.
+    "approx_table_depthwise":
+        "(Tensor x, Tensor weight, Tensor table, SymInt[2] stride, SymInt[2] padding, "
+        "SymInt[2] dilation, bool signed, int? least=None, int? most=None, bool wraps=False, "
+        "Tensor? scale_a=None, Tensor? zero_a=None, Tensor? scale_b=None, Tensor? zero_b=None) "
+        "-> Tensor",
+    # float32 on a grid, to int32 or, of these, the lowest byte.
+    "approx_integers": "(Tensor real, Tensor scale, Tensor zero, bool is_byte) -> Tensor",
+    # The windows of bytes or int32 x (B, C, H, W), padded with fill or 0, for every output:
+    # (G, C / G * R * S, B * OH * OW).
+    "approx_windows":
+        f"(Tensor x, Tensor? fill, SymInt[2] kernel, {_WINDOWS}) -> Tensor",
+    # Sums (B, M, N) of products of integers, of which rows (B, M) and columns (B, N) are the sums,
+    # as real numbers (M / pixels, B * N, pixels).
+    "approx_integer_total":
+        "(Tensor products, Tensor rows, Tensor columns, Tensor scale_a, Tensor zero_a, "
+        "Tensor scale_b, Tensor zero_b, SymInt K, SymInt pixels) -> Tensor",
     # float32 grad (B, M, N), bytes a and b, table (256, 256) float32; the result is (B, M, K).
     "approx_table_derivative": "(Tensor grad, Tensor a, Tensor b, Tensor table) -> Tensor",
     # Integers a and b of equal shapes, or (B, M, K) and (B, K, N), any strides; a table of all
@@ -100,6 +116,10 @@ class Ops:
     conv2d_backward_input: Op
     conv2d_backward_weight: Op
     table_matmul: Op
+    table_depthwise: Op
+    integers: Op
+    windows: Op
+    integer_total: Op
     table_derivative: Op
     function_multiply: Op
     function_matmul: Op
@@ -134,6 +154,33 @@ def _fake_table_matmul(a: Tensor, b: Tensor, table: Tensor, *_: Any) -> Tensor:
     return table.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
+def _fake_table_depthwise(
+    x: Tensor, weight: Tensor, table: Tensor, stride: Any, padding: Any, dilation: Any, *args: Any
+) -> Tensor:  # fmt: skip
+    size = reference.output_size(x.shape, weight.shape, stride, padding, dilation)
+    is_real = len(args) > 4 and args[4] is not None
+    dtype = torch.float32 if is_real else torch.int32
+    return x.new_empty(x.shape[0], weight.shape[0], *size, dtype=dtype)
+
+
+def _fake_integers(real: Tensor, scale: Tensor, zero: Tensor, is_byte: bool) -> Tensor:
+    return real.new_empty(real.shape, dtype=torch.uint8 if is_byte else torch.int32)
+
+
+def _fake_windows(
+    x: Tensor, fill: Tensor | None, kernel: Any, stride: Any, padding: Any, dilation: Any,
+    groups: int,
+) -> Tensor:  # fmt: skip
+    size = reference.output_size(x.shape, [0, 0, *kernel], stride, padding, dilation)
+    K = x.shape[1] // groups * math.prod(kernel)
+    return x.new_empty(groups, K, x.shape[0] * math.prod(size))
+
+
+def _fake_integer_total(products: Tensor, *args: Any) -> Tensor:
+    (B, M, N), pixels = products.shape, args[-1]
+    return products.new_empty(M // pixels, B * N, pixels, dtype=torch.float32)
+
+
 def _fake_function_multiply(a: Tensor, b: Tensor, function: str) -> Tensor:
     return torch.empty_like(a, dtype=torch.int64, memory_format=torch.contiguous_format)
 
@@ -164,6 +211,10 @@ _FAKES = {
     "approx_conv2d_backward_input": _fake_gradient,
     "approx_conv2d_backward_weight": _fake_gradient,
     "approx_table_matmul": _fake_table_matmul,
+    "approx_table_depthwise": _fake_table_depthwise,
+    "approx_integers": _fake_integers,
+    "approx_windows": _fake_windows,
+    "approx_integer_total": _fake_integer_total,
     "approx_table_derivative": _fake_table_derivative,
     "approx_function_multiply": _fake_function_multiply,
     "approx_function_matmul": _fake_function_matmul,
@@ -189,6 +240,9 @@ def _register(impl: str) -> Ops:
     _implement_products_of_grids(impl, ops)
     if impl == "cuda":
         _implement("approx_table_derivative", impl, reference.table_derivative)
+    if impl == "cpp":
+        for name in ("table_depthwise", "integers", "windows", "integer_total"):
+            _implement(f"approx_{name}", impl, getattr(reference, name))
     # The same for all implementations: it sums nothing, and PyTorch is fast enough.
     _implement("approx_multiply_derivative", impl, reference.multiply_derivative)
     _implement("approx_function_multiply", impl, function_products.multiply)
@@ -251,26 +305,63 @@ def integer_matmul(
     return found.keep(ops.table_matmul(a, b, table).long()).int()
 
 
+def has_depthwise_kernel(impl: str, weight: Tensor, register: Register | Adder | None) -> bool:
+    """Returns whether a convolution by a table is best done without unfolded windows."""
+    _, channels, rows, columns = weight.shape
+    is_depthwise = channels == 1 and rows * columns <= _MOST_TAPS
+    return impl == "cuda" and is_depthwise and not isinstance(register, Adder)
+
+
 def _implement_products_of_grids(impl: str, ops: Ops) -> None:
+    def to_integers(real: Tensor, scale: Tensor, zero: Tensor, table: Any, signed: bool) -> Tensor:
+        q = ops.integers(real, scale, zero, table is not None)
+        return q.view(torch.int8) if signed and table is not None else q
+
+    def product(
+        a: Tensor, b: Tensor, scale_a: Tensor, zero_a: Tensor, scale_b: Tensor, zero_b: Tensor,
+        table: Tensor | None, function: str | None, signed: bool, accumulator: str | None,
+        pixels: int,
+    ) -> Tensor:  # fmt: skip
+        """Computes the product of matrices of integers as :func:`reference.integer_total`."""
+        products = integer_matmul(ops, a, b, table, function, signed, accumulator)
+        rows, columns = (t.sum(dim, dtype=torch.int64) for t, dim in ((a, 2), (b, 1)))
+        grids = scale_a, zero_a, scale_b, zero_b
+        return ops.integer_total(products, rows, columns, *grids, a.shape[2], pixels)
+
     def integer_product(
         a: Tensor, b: Tensor, scale_a: Tensor, zero_a: Tensor, scale_b: Tensor, zero_b: Tensor,
         table: Tensor | None, function: str | None, terms_a: Tensor | None, terms_b: Tensor | None,
         signed: bool, accumulator: str | None,
     ) -> Tensor:  # fmt: skip
-        q_a, q_b = integers_of(a, scale_a, zero_a), integers_of(b, scale_b, zero_b)
-        products = integer_matmul(ops, q_a, q_b, table, function, signed, accumulator)
-        # The sum of (q_a - zero_a) (q_b - zero_b), of which `products` is the first term, q_a q_b.
-        rows = q_a.sum(2, keepdim=True, dtype=torch.int64)
-        columns = q_b.sum(1, keepdim=True, dtype=torch.int64)
-        total = products - zero_b * rows - zero_a * columns + a.shape[2] * zero_a.long() * zero_b
-        return (scale_a.double() * scale_b * total).float()
+        q_a = to_integers(a, scale_a, zero_a, table, signed)
+        q_b = to_integers(b, scale_b, zero_b, table, signed)
+        grids = scale_a, zero_a, scale_b, zero_b
+        out = product(q_a, q_b, *grids, table, function, signed, accumulator, 1)
+        return out.view(a.shape[1], a.shape[0], b.shape[2]).transpose(0, 1)
 
-    def integer_conv2d(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-        *grids, stride, padding, dilation, groups = args
+    def integer_conv2d(
+        x: Tensor, weight: Tensor, scale_a: Tensor, zero_a: Tensor, scale_b: Tensor, zero_b: Tensor,
+        table: Tensor | None, function: str | None, terms_a: Tensor | None, terms_b: Tensor | None,
+        signed: bool, accumulator: str | None, stride: Pair, padding: Pair, dilation: Pair,
+        groups: int,
+    ) -> Tensor:  # fmt: skip
+        q_x = to_integers(x, scale_a, zero_a, table, signed)
+        filters = to_integers(weight, scale_b, zero_b, table, signed)
+        grids, register = (scale_a, zero_a, scale_b, zero_b), parse(accumulator, signed)
+        if table is not None and has_depthwise_kernel(impl, weight, register):
+            assert not isinstance(register, Adder)
+            kept = (register.least, register.most, not register.saturates) if register else ()
+            return ops.table_depthwise(
+                q_x, filters, table, stride, padding, dilation, signed,
+                *(kept or (None, None, False)), *grids,
+            )  # fmt: skip
         windows = stride, padding, dilation
-        return reference.conv2d_by(
-            lambda a, b: integer_product(a, b, *grids), x, weight, windows, groups
-        )
+        size = reference.output_size(x.shape, weight.shape, *windows)
+        a = ops.windows(q_x, zero_a, weight.shape[2:], *windows, groups).mT
+        b = filters.view(groups, weight.shape[0] // groups, -1).mT
+        pixels = math.prod(size)
+        out = product(a, b, *grids, table, function, signed, accumulator, pixels)
+        return out.view(x.shape[0], weight.shape[0], *size)
 
     _implement("approx_integer_product", impl, integer_product)
     _implement("approx_integer_conv2d", impl, integer_conv2d)

@@ -12,6 +12,7 @@ K what it sums over.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -80,6 +81,71 @@ def table_matmul(
         for product in products.unbind(2):
             out = (out.long() + product).clamp(least, most).int()
     return out
+
+
+def table_depthwise(
+    x: Tensor, weight: Tensor, table: Tensor, stride: Pair, padding: Pair, dilation: Pair,
+    signed: bool, least: int | None = None, most: int | None = None, wraps: bool = False,
+    scale_a: Tensor | None = None, zero_a: Tensor | None = None, scale_b: Tensor | None = None,
+    zero_b: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The convolution of bytes x (B, C, H, W), padded with zero_a or 0, with weight (O, 1, R, S):
+    int32 sums as of :func:`table_matmul`, or their real numbers as of :func:`integer_total`. Sums
+    that wrap do so from least to most."""
+    (B, C), O = x.shape[:2], weight.shape[0]  # noqa: E741
+    size = output_size(x.shape, weight.shape, stride, padding, dilation)
+    a = windows(x, zero_a, weight.shape[2:], stride, padding, dilation, C).mT  # (C, B * L, K)
+    b = weight.reshape(C, O // C, -1).mT
+    sums = table_matmul(a, b, table, *(() if wraps else (least, most)))
+    if wraps:
+        assert least is not None
+        assert most is not None
+        sums = (((sums.long() - least) & (most - least)) + least).int()
+    if scale_a is None or zero_a is None or scale_b is None or zero_b is None:
+        return sums.unflatten(1, (B, size[0] * size[1])).permute(1, 0, 3, 2).reshape(B, O, *size)
+    a, b = (t.view(torch.int8 if signed else torch.uint8) for t in (a, b))
+    rows, columns = a.sum(2, dtype=torch.int64), b.sum(1, dtype=torch.int64)
+    grids = scale_a, zero_a, scale_b, zero_b
+    return integer_total(sums, rows, columns, *grids, a.shape[2], math.prod(size)).view(B, O, *size)
+
+
+def integers(real: Tensor, scale: Tensor, zero: Tensor, is_byte: bool) -> Tensor:
+    """The integers of real numbers scale * (q - zero), int32; or their lowest bytes, uint8."""
+    q = (real / scale).round().int() + zero
+    return q.to(torch.uint8) if is_byte else q
+
+
+def windows(
+    x: Tensor, fill: Tensor | None, kernel: Sequence[int], stride: Pair, padding: Pair,
+    dilation: Pair, groups: int,
+) -> Tensor:  # fmt: skip
+    """The windows of integers x (B, C, H, W), padded with `fill` or 0, as a matrix for each group:
+    (G, C / G * R * S, B * L)."""
+    B, C = x.shape[:2]
+    OH, OW = output_size(x.shape, [0, 0, *kernel], stride, padding, dilation)
+    if max(padding) > 0:
+        outside = 0 if fill is None else fill.to(x.dtype)
+        x = F.pad(x - outside, (padding[1], padding[1], padding[0], padding[0])) + outside
+    taps = [
+        x[:, :, top : top + (OH - 1) * stride[0] + 1 : stride[0],
+          left : left + (OW - 1) * stride[1] + 1 : stride[1]].transpose(0, 1)
+        for top in range(0, kernel[0] * dilation[0], dilation[0])
+        for left in range(0, kernel[1] * dilation[1], dilation[1])
+    ]  # fmt: skip
+    return torch.stack(taps, 1).view(groups, C // groups * len(taps), B * OH * OW)
+
+
+def integer_total(
+    products: Tensor, rows: Tensor, columns: Tensor, scale_a: Tensor, zero_a: Tensor,
+    scale_b: Tensor, zero_b: Tensor, K: int, pixels: int,
+) -> Tensor:  # fmt: skip
+    """The sums of (q_a - zero_a) (q_b - zero_b) as real numbers (M / pixels, B * N, pixels), given
+    those of the products of q_a and q_b (B, M, N), of q_a (B, M) and of q_b (B, N), of K terms."""
+    B, M, N = products.shape
+    total = products - (zero_b * rows).unsqueeze(2) - (zero_a * columns).unsqueeze(1)
+    total = total + K * zero_a.long() * zero_b
+    real = (scale_a.double() * scale_b * total).float().view(B, M // pixels, pixels, N)
+    return real.permute(1, 0, 3, 2).reshape(M // pixels, B * N, pixels)
 
 
 def table_derivative(grad: Tensor, a: Tensor, b: Tensor, table: Tensor) -> Tensor:

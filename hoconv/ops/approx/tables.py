@@ -5,6 +5,7 @@ B batch, M, N rows and columns of a matrix product, K what it sums over.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from hoconv.dispatch.implementations import resolve
 from hoconv.ops.approx.accumulators import AnyAccumulator, code_of
-from hoconv.ops.approx.ops import OPS, integer_matmul
-from hoconv.ops.approx.reference import Pair, conv2d_by
+from hoconv.ops.approx.ops import OPS, has_depthwise_kernel, integer_matmul
+from hoconv.ops.approx.reference import Pair, output_size
 from hoconv.ops.approx.sources import table_files
 from hoconv.ops.approx.sources.c_functions import CFunction
 from hoconv.ops.approx.sources.table_files import Bits, Order
@@ -211,9 +212,13 @@ def table_conv2d(
     Args:
         windows: stride, padding with zeros, dilation.
     """
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return table_matmul(a.to(table.dtype), b.to(table.dtype), table, impl=impl)
-
-    real = x.double() if x.dtype == torch.int32 else x.float()  # PyTorch unfolds floats alone
-    return conv2d_by(product, real, weight, windows, groups)
+    B, O = x.shape[0], weight.shape[0]  # noqa: E741
+    if isinstance(table, LookupTable) and has_depthwise_kernel(impl, weight, None):
+        table.check_sum("a", weight[0].numel())
+        entries = table.on(x.device)
+        return OPS[impl].table_depthwise(x, weight, entries, *windows, table.signed)
+    size = output_size(x.shape, weight.shape, *windows)
+    a = OPS[impl].windows(x, None, weight.shape[2:], *windows, groups).mT  # (G, B * L, K)
+    b = weight.reshape(groups, O // groups, -1).mT
+    out = table_matmul(a, b, table, impl=impl)
+    return out.unflatten(1, (B, math.prod(size))).permute(1, 0, 3, 2).reshape(B, O, *size)

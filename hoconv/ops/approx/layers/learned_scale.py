@@ -3,10 +3,17 @@ ICLR 2020, arXiv 1902.08153."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 TINY = torch.finfo(torch.float32).tiny  # the least scale
+
+
+def _read_again(scale: Any, _: Any) -> None:
+    """Lets the host read a scale that was loaded."""
+    scale._is_known = False
 
 
 class LearnedScale(nn.Module):
@@ -36,6 +43,7 @@ class LearnedScale(nn.Module):
         self.factor = nn.Parameter(torch.empty(shape or (1,)))
         self.register_buffer("first", torch.empty(shape))
         self.register_buffer("zero_point", torch.empty(shape, dtype=torch.int32))
+        self.register_load_state_dict_post_hook(_read_again)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -44,11 +52,14 @@ class LearnedScale(nn.Module):
         self.factor.fill_(1)
         self.first.fill_(torch.nan)
         self.zero_point.zero_()
+        self._is_known = False  # as far as the host has read the scale
 
     @property
     def is_known(self) -> bool:
-        """Returns whether there was a first batch."""
-        return not self.first.isnan().any()
+        """Returns whether there was a first batch; the host reads it until there was, and not
+        again."""
+        self._is_known = self._is_known or not self.first.isnan().any()
+        return self._is_known
 
     def forward(
         self, scale: Tensor, zero_point: Tensor, count: int, limits: tuple[int, int]

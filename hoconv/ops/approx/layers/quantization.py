@@ -41,6 +41,11 @@ Observed = Literal["minmax", "moving_average", "mse"]
 WeightScales = Literal["tensor", "channel"]
 
 
+def _read_again(observer: Any, _: Any) -> None:
+    """Lets the host read a range that was loaded."""
+    observer._is_known = False
+
+
 class Observer(nn.Module):
     """Tracks the range of the numbers that it is called with.
 
@@ -79,11 +84,14 @@ class Observer(nn.Module):
         self.bits = bits
         self.register_buffer("least", torch.tensor(torch.nan))
         self.register_buffer("most", torch.tensor(torch.nan))
+        self._is_known = False  # as far as the host has read the range
+        self.register_load_state_dict_post_hook(_read_again)
 
     def reset_parameters(self) -> None:
         """Forgets what was seen; also makes numbers of what ``to_empty`` left."""
         self.least.fill_(torch.nan)
         self.most.fill_(torch.nan)
+        self._is_known = False
 
     def extra_repr(self) -> str:
         return f"{self.kind!r}, momentum={self.momentum}"
@@ -92,18 +100,34 @@ class Observer(nn.Module):
     def forward(self, x: Tensor) -> None:
         if x.numel() == 0:
             return
-        least, most = x.aminmax()
-        is_finite = least.isfinite() & most.isfinite()
+        new, seen = torch.stack(x.aminmax()), torch.stack((self.least, self.most))
+        is_finite = (0 * new).sum() == 0
         if self.kind == "mse" and not x.is_meta:
-            least, most = least_error(x, least, most, self.bits)
-        for seen, new, extreme in (
-            (self.least, least, torch.minimum),
-            (self.most, most, torch.maximum),
-        ):
-            average = seen + self.momentum * (new - seen)
-            known = extreme(seen, new) if self.kind == "minmax" else average
-            updated = torch.where(seen.isnan(), new, known)
-            seen.copy_(torch.where(is_finite, updated, seen))
+            new = torch.stack(least_error(x, new[0], new[1], self.bits))
+        if self.kind == "minmax":
+            known = torch.stack((torch.minimum(seen[0], new[0]), torch.maximum(seen[1], new[1])))
+        else:
+            known = seen + self.momentum * (new - seen)
+        updated = torch.where(seen.isnan(), new, known)
+        least, most = torch.where(is_finite, updated, seen)
+        self.least.copy_(least)
+        self.most.copy_(most)
+
+    def check_known(self) -> None:
+        """Raises RuntimeError if the range is unknown.
+
+        The host reads it until it is known, and not again: then it stays known.
+        """
+        # Neither a compiled program nor a CUDA graph can branch on a tensor's value.
+        if torch.compiler.is_compiling():
+            _assert_known(self.least)
+        elif not self._is_known:
+            if _is_captured(self.least):
+                _assert_known(self.least)
+            elif self.least.isnan():
+                raise RuntimeError(_UNKNOWN)
+            else:
+                self._is_known = True
 
 
 def limits(bits: int, signed: bool) -> tuple[int, int]:
@@ -141,8 +165,9 @@ def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int,
     """
     if x.is_meta:  # PyTorch's ops have no implementation for meta tensors
         return x.clone()
-    # Nor for shapes that are symbols; and the one for channels checks zero points on the host.
-    if torch.compiler.is_compiling() or (scale.dim() and _is_captured(x)):
+    # Nor for shapes that are symbols; and the one for channels checks zero points on the host,
+    # which would wait for the GPU.
+    if torch.compiler.is_compiling() or (scale.dim() and _is_on_gpu(x)):
         return _round_by_parts(x, scale, zero_point, grid)
     try:
         if scale.dim():
@@ -152,6 +177,10 @@ def round_to_grid(x: Tensor, scale: Tensor, zero_point: Tensor, grid: tuple[int,
         if "forward AD" not in str(error):
             raise
         raise NotImplementedError(f"a product of a table {NO_FORWARD_MODE}") from None
+
+
+def _is_on_gpu(t: Tensor) -> bool:
+    return t.is_cuda
 
 
 def _is_captured(t: Tensor) -> bool:
@@ -305,15 +334,10 @@ class Quantizer(nn.Module):
             if self.input.training:
                 self.input(x.detach())
             if not self.input.least.is_meta:
-                self._check_range()
-        signed, (bits_of_x, bits_of_weight) = self.multiplier.signed, self.multiplier.bits
-        of_x = affine(self.input.least, self.input.most, bits_of_x, signed)
+                self.input.check_known()
+        bits_of_x, bits_of_weight = self.multiplier.bits
+        of_x, of_weight = self._scales(weight.detach())
         x, *of_x = self._quantize(x, *of_x, bits_of_x, self.input_scale)
-        if not self.per_channel:
-            of_weight = affine(*weight.detach().aminmax(), bits_of_weight, signed)
-        else:
-            scales, zero_point = symmetric(weight, bits_of_weight, signed)
-            of_weight = scales, torch.full_like(scales, zero_point, dtype=torch.int32)
         weight, scale, zero_points = self._quantize(
             weight, *of_weight, bits_of_weight, self.weight_scale
         )
@@ -338,13 +362,21 @@ class Quantizer(nn.Module):
             return True
         return learned.is_known
 
-    def _check_range(self) -> None:
-        least = self.input.least
-        # Neither a compiled program nor a CUDA graph can branch on a tensor's value.
-        if torch.compiler.is_compiling() or _is_captured(least):
-            _assert_known(least)
-        elif least.isnan():
-            raise RuntimeError(_UNKNOWN)
+    def _scales(self, weight: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Returns the scale and zero point of the input's range, and those of the weight."""
+        signed, (bits_of_x, bits_of_weight) = self.multiplier.signed, self.multiplier.bits
+        of_x = self.input.least, self.input.most
+        if self.per_channel:
+            scales, zero_point = symmetric(weight, bits_of_weight, signed)
+            zero_points = torch.full_like(scales, zero_point, dtype=torch.int32)
+            return affine(*of_x, bits_of_x, signed), (scales, zero_points)
+        of_weight = weight.aminmax()
+        if bits_of_x != bits_of_weight:
+            return affine(*of_x, bits_of_x, signed), affine(*of_weight, bits_of_weight, signed)
+        # At once, since on a GPU an op on one number takes as long as one on thousands.
+        least, most = (torch.stack(pair) for pair in zip(of_x, of_weight, strict=True))
+        scales, zero_points = affine(least, most, bits_of_x, signed)
+        return (scales[0], zero_points[0]), (scales[1], zero_points[1])
 
     def _quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, learned: LearnedScale | None

@@ -26,7 +26,7 @@ def make_network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.Conv2d(8, 8, (3, 1), stride=2, dilation=(2, 1), groups=4, padding_mode="reflect",
+        nn.Conv2d(8, 8, (3, 1), stride=2, dilation=(2, 1), groups=8, padding_mode="reflect",
                   padding=(2, 0)),
         nn.Flatten(), nn.Linear(128, 10),
     )  # fmt: skip
@@ -316,12 +316,35 @@ def test_what_a_graph_records_reads_no_tensor_and_has_the_same_bits(
     network(images)  # finds the ranges
     recorded = copy.deepcopy(network)
     expected = [train(network, images)() for _ in range(2)]
-    monkeypatch.setattr(quantization, "_is_captured", lambda t: True)
+    for name in ("_is_captured", "_is_on_gpu"):
+        monkeypatch.setattr(quantization, name, lambda t: True)
     with Unread():
         found = [train(recorded, images)() for _ in range(2)]
     assert found == expected
     for name, value in network.state_dict().items():
         assert torch.equal(recorded.state_dict()[name], value), name
+
+
+@scales
+@pytest.mark.parametrize("training", [True, False])
+def test_known_ranges_are_not_read_again(
+    options: Any, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, images = make_network(), make_images()
+    approx.convert(network, BYTES, impl="reference", **options)
+    network(images)
+    network(images)  # in which the host finds the scales that the first batch gave
+    monkeypatch.setattr(quantization, "_is_on_gpu", lambda t: True)
+    network.train(training)
+    with Unread():
+        network(images)
+    loaded = copy.deepcopy(network.eval())
+    for value in (state := network.state_dict()):
+        if value.endswith((".least", ".most", "_scale.first")):
+            state[value] = torch.full_like(state[value], torch.nan)
+    loaded.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"^input: its range is not known"):
+        loaded(images)
 
 
 @pytest.mark.gpu

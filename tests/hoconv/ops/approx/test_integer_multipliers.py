@@ -68,13 +68,18 @@ def test_products_of_integers_are_the_functions(
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"stride": 2, "padding": (1, 2), "dilation": (2, 1)}, {"groups": 2, "padding": "same"}],
+    [
+        {},
+        {"stride": 2, "padding": (1, 2), "dilation": (2, 1)},
+        {"groups": 2, "padding": "same"},
+        {"groups": 4, "stride": (1, 2), "padding": 2, "dilation": (2, 1)},
+    ],
 )
 def test_convolutions_of_integers_sum_the_functions_products(
     variant: Variant, bits: tuple[int, int], signed: bool, options: Any
 ) -> None:
     x = operand(bits[0], signed, 2, 4, 7, 6)
-    weight = operand(bits[1], signed, 6, 4 // options.get("groups", 1), 3, 2)
+    weight = operand(bits[1], signed, 8, 4 // options.get("groups", 1), 3, 2)
     multiplier = table(bits, signed)
     out = approx.conv2d(
         x.to(variant.device), weight.to(variant.device), multiplier, **options, impl=variant.impl

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,28 +20,29 @@ _INCLUDE = re.compile(r'^#include "(.*)"\n', re.MULTILINE)
 _LAUNCH = re.compile(r"^( *)(\S.*?)<<<", re.MULTILINE)
 
 
-def run(module: str, folder: str, *names: str) -> None:
-    """Runs a module with a library of emulated kernels as its argument: a process of its own, since
-    what it registers for tensors of a CPU stays. Fails where the module ends with an error.
-
-    Args:
-        folder, names: those of the sources in csrc, without ``.cu``.
-    """
-    library = _compile([f"{folder}/{name}.cu" for name in names])
+def run(module: str, argument: Path | str) -> None:
+    """Runs a module that tests kernels, with a library of emulated ones as its argument, and fails
+    where it ends with an error. It has a process of its own: what it registers for tensors of a
+    CPU stays."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(_ROOT), *sys.path)),
         "MALLOC_PERTURB_": "85",  # what is freed is no number that a kernel may read
     }
     done = subprocess.run(
-        [sys.executable, "-m", module, str(library)], env=environment, cwd=_ROOT,
+        [sys.executable, "-m", module, str(argument)], env=environment, cwd=_ROOT,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _compile(sources: Sequence[str]) -> Path:
-    """Returns a library that registers each op's overload ``cuda`` for tensors of a CPU."""
+def compile_kernels(folder: str, *names: str) -> Path:
+    """Returns a library that registers each op's overload ``cuda`` for tensors of a CPU.
+
+    Args:
+        folder, names: those of the sources in csrc, without ``.cu``.
+    """
+    sources = [f"{folder}/{name}.cu" for name in names]
     command, flags = compilers.compiler("cpu"), compilers.flags("cpu", ())
     # Compiled once, run for a second.
     flags = [*(flag for flag in flags if not flag.startswith("-O")), "-O1", "-w"]
@@ -97,8 +98,12 @@ def _as_cpp(text: str) -> str:
         )
     text = text.replace("extern __shared__ uint4 shared[];",
                         "uint4* const shared = gpu::shared_memory();")  # fmt: skip
+    text = text.replace(
+        "extern __shared__ uint16_t products[];",
+        "uint16_t* const products = reinterpret_cast<uint16_t*>(gpu::shared_memory());",
+    )
     text = text.replace("(hoconv, CUDA, m)", "(hoconv, CPU, m)")
-    assert "asm" not in text, "gpu.h emulates no other instruction"
+    assert "asm volatile" not in text, "gpu.h emulates no other instruction"
     return header + _launched(text)
 
 

@@ -190,6 +190,14 @@ void launch(dim3 blocks, int64_t threads, int64_t bytes, F&& kernel) {
 #define blockDim (gpu::block_size)
 
 inline void __syncthreads() { gpu::wait(&gpu::Fiber::block_barriers, 0, gpu::fibers.size()); }
+inline bool __syncthreads_and(bool vote) {
+  static bool votes[gpu::kMostThreads];
+  votes[threadIdx.x] = vote;
+  __syncthreads();
+  const bool all = std::all_of(votes, votes + gpu::fibers.size(), [](bool v) { return v; });
+  __syncthreads();  // before the next votes
+  return all;
+}
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
   return gpu::exchange(value, lane % gpu::kWarp);

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hoconv.jit import compilers
-from tests.hoconv.ops.emulation import compile
+from tests.hoconv.ops.emulation.compile import compile_kernels, run
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(compilers.obstacle("cpu") is not None, reason=str(compilers.obstacle("cpu")))
 def test_cuda_kernels_compute_the_definition_on_a_cpu() -> None:
-    compile.run(
-        "tests.hoconv.ops.high_order.emulated", "high_order/conv2d/cuda", "bands/banded", "forward",
-        "grad_input", "grad_weight",
-    )  # fmt: skip
+    library = compile_kernels(
+        "high_order/conv2d/cuda", "bands/banded", "forward", "grad_input", "grad_weight"
+    )
+    run("tests.hoconv.ops.high_order.emulated", library)
