@@ -8,7 +8,7 @@
 //
 // An example, 16 sequences of 512 channels and 512 steps in 8 heads, K = 31: a block has 48
 // distances of 64 steps. It copies 104 steps of x and 64 of the gradient, and for each pack of
-// channels loads 11 packs for 24 sums, of which 19.5 are of taps.
+// channels loads 11 packs for 24 sums, of which 15.5 on average are of taps.
 //
 // Where a head has fewer than kFewChannels channels and steps share weights, there are steps to sum
 // over instead: a thread has some of them. few_channels.cuh has the rest.
