@@ -13,7 +13,7 @@ TINY = torch.finfo(torch.float32).tiny  # the least scale
 
 def _read_again(scale: Any, _: Any) -> None:
     """Lets the host read a scale that was loaded."""
-    scale._is_known = False
+    scale._known = None
 
 
 class LearnedScale(nn.Module):
@@ -52,14 +52,17 @@ class LearnedScale(nn.Module):
         self.factor.fill_(1)
         self.first.fill_(torch.nan)
         self.zero_point.zero_()
-        self._is_known = False  # as far as the host has read the scale
+        # The buffer that the host has read, and found known; torch.func.functional_call and
+        # Module.to put another in its place.
+        self._known: Tensor | None = None
 
     @property
     def is_known(self) -> bool:
         """Returns whether there was a first batch; the host reads it until there was, and not
         again."""
-        self._is_known = self._is_known or not self.first.isnan().any()
-        return self._is_known
+        if self._known is not self.first and not self.first.isnan().any():
+            self._known = self.first
+        return self._known is self.first
 
     def forward(
         self, scale: Tensor, zero_point: Tensor, count: int, limits: tuple[int, int]

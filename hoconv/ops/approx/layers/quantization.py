@@ -43,7 +43,7 @@ WeightScales = Literal["tensor", "channel"]
 
 def _read_again(observer: Any, _: Any) -> None:
     """Lets the host read a range that was loaded."""
-    observer._is_known = False
+    observer._known = None
 
 
 class Observer(nn.Module):
@@ -84,14 +84,16 @@ class Observer(nn.Module):
         self.bits = bits
         self.register_buffer("least", torch.tensor(torch.nan))
         self.register_buffer("most", torch.tensor(torch.nan))
-        self._is_known = False  # as far as the host has read the range
+        # The buffer that the host has read, and found known; torch.func.functional_call and
+        # Module.to put another in its place.
+        self._known: Tensor | None = None
         self.register_load_state_dict_post_hook(_read_again)
 
     def reset_parameters(self) -> None:
         """Forgets what was seen; also makes numbers of what ``to_empty`` left."""
         self.least.fill_(torch.nan)
         self.most.fill_(torch.nan)
-        self._is_known = False
+        self._known = None
 
     def extra_repr(self) -> str:
         return f"{self.kind!r}, momentum={self.momentum}"
@@ -121,13 +123,13 @@ class Observer(nn.Module):
         # Neither a compiled program nor a CUDA graph can branch on a tensor's value.
         if torch.compiler.is_compiling():
             _assert_known(self.least)
-        elif not self._is_known:
+        elif self._known is not self.least:
             if _is_captured(self.least):
                 _assert_known(self.least)
             elif self.least.isnan():
                 raise RuntimeError(_UNKNOWN)
             else:
-                self._is_known = True
+                self._known = self.least
 
 
 def limits(bits: int, signed: bool) -> tuple[int, int]:

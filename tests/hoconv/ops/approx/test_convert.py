@@ -347,6 +347,22 @@ def test_known_ranges_are_not_read_again(
         loaded(images)
 
 
+@scales
+def test_ranges_are_read_again_where_other_buffers_take_their_place(options: Any) -> None:
+    network, fresh, images = make_network(), make_network(), make_images()
+    for each in (network, fresh):
+        approx.convert(each, BYTES, impl="reference", **options)
+    network(images)
+    expected = network.eval()(images)
+    state, unknown = network.state_dict(), fresh.eval().state_dict()
+    assert torch.equal(torch.func.functional_call(fresh, state, images), expected)
+    with pytest.raises(RuntimeError, match=r"^input: its range is not known"):
+        fresh(images)
+    with pytest.raises(RuntimeError, match=r"^input: its range is not known"):
+        torch.func.functional_call(network, unknown, images)
+    assert torch.equal(network(images), expected)
+
+
 @pytest.mark.gpu
 @scales
 def test_a_training_step_is_captured_in_a_cuda_graph(options: Any) -> None:
