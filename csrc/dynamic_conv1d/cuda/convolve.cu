@@ -228,7 +228,7 @@ template <bool Mirrored>
 Tensor apply(const Tensor& x, const Tensor& weight, int64_t padding) {
   const Problem p(x, weight.sizes(), padding);
   check_alike(weight, x, "weight");
-  STD_TORCH_CHECK(p.K <= kMostTaps, "weight: too many taps, ", p.K);
+  check_counts(p);
   Tensor out = make_like(x);
   if (out.numel() == 0) return out;
   const Launch launched(x);

@@ -30,7 +30,7 @@ constexpr int64_t kLeastParts = 4;   // fewer do not make up for the second kern
 constexpr int kColumns = kTile + 1;  // of sums in shared memory: rows begin in other banks
 
 struct Plan {
-  int64_t B, H, T, before;
+  int64_t H, T, before;
   int channels;        // of a head
   int tile;            // steps that a block sums at once
   unsigned tiles;      // of a sequence
@@ -258,7 +258,7 @@ __global__ void add_parts(const acc_t<T>* parts, Weights<T> out, Plan g) {
 Plan plan(const Tensor& grad, const Tensor& x, const Problem& p, int tile, int64_t chunk,
           int64_t heads, int64_t most, dim3& grid) {
   Plan g;
-  g.B = p.B, g.H = p.H, g.T = p.T, g.K = static_cast<int>(p.K), g.before = p.before;
+  g.H = p.H, g.T = p.T, g.K = static_cast<int>(p.K), g.before = p.before;
   g.channels = static_cast<int>(p.head_channels());
   g.batch = p.weight_batch(), g.steps = p.time_shared ? 1 : p.T;
   g.tile = tile, g.tiles = static_cast<unsigned>((p.T + tile - 1) / tile);
@@ -329,7 +329,7 @@ Tensor grad_weight(const Tensor& grad, const Tensor& x, std::vector<int64_t> siz
   const Problem p(x, size, padding);
   check_alike(grad, x, "grad");
   check_same_sizes(grad, x, "grad");
-  STD_TORCH_CHECK(p.K <= kMostTaps, "weight: too many taps, ", p.K);
+  check_counts(p);
   Tensor out = make_strided(x, size, stride);
   if (out.numel() == 0 || x.numel() == 0) return torch::stable::zero_(out);
   const Launch launched(x);

@@ -28,7 +28,7 @@ constexpr int kSteps = 8;  // of a thread
 constexpr int kTile = kGroups * kSteps;
 constexpr int kChannels = 4;  // of a thread that computes sequences
 constexpr int kSlots = kLanes * kChannels;
-constexpr int64_t kMostTaps = int64_t{1} << 30;
+constexpr int64_t kMost = int64_t{1} << 30;  // taps, or channels: the kernels count them in int
 constexpr int kMostSharedBytes = 48 * 1024;  // without an opt-in
 constexpr int kPackBytes = 16;               // that one instruction moves
 
@@ -94,7 +94,6 @@ struct Slots {
   int of_head;   // slots of a head within a tile
   int channels;  // of a head, all its tiles together
   int tiles;     // of a head that has more channels than a tile has slots; else 1
-  int all() const { return heads * of_head; }
 };
 
 inline Slots slots(const Problem& p) {
@@ -185,6 +184,11 @@ __device__ __forceinline__ void copy_steps(T* rows, int pitch, const T* from, co
         rows[row * pitch + slot] = value_at(sequence, first + row);
     }
   }
+}
+
+inline void check_counts(const Problem& p) {
+  STD_TORCH_CHECK(p.K <= kMost, "weight: expected up to ", kMost, " taps, got ", p.K);
+  STD_TORCH_CHECK(p.C <= kMost, "x: expected up to ", kMost, " channels, got ", p.C);
 }
 
 inline int64_t step_tiles(const Problem& p) { return (p.T + kTile - 1) / kTile; }
