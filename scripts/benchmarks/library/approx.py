@@ -123,7 +123,7 @@ DEPTHWISE = ((32, 2, 1), (576, 16, 2))
 
 @dataclass(frozen=True)
 class Setting:
-    """What products are timed with: a device, our implementation there, name -> multiplier."""
+    """The device of the products that are timed, our implementation there, name -> multiplier."""
 
     device: torch.device
     impl: str
@@ -132,7 +132,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is computed, and what it costs: `make` returns PyTorch's contender, then ours."""
+    """A computation and its cost: `make` returns PyTorch's contender, then ours."""
 
     name: str
     macs: int | None

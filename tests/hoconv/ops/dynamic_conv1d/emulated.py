@@ -16,6 +16,7 @@ from torch import Tensor
 from hoconv import dynamic_conv1d
 from hoconv.dispatch.registration import gradient_layout
 from hoconv.ops.dynamic_conv1d.operator import OPERATOR
+from tests.hoconv.ops.emulation.compile import report
 
 _CPU = torch.device("cpu")
 _RANDOM = 60  # calls of each dtype
@@ -94,21 +95,13 @@ def _planted() -> Iterator[str]:
                 yield f"{kind} of {name}, {at}"
 
 
-def main() -> int:
-    torch.ops.load_library(sys.argv[1])
-    torch.manual_seed(0)
-    random.seed(0)
-    failed = 0
+def _every() -> Iterator[str]:
     for dtype in OPERATOR.tolerances:
         for name, x, weight, padding in _calls(dtype):
             for result in _differences(x, weight, padding):
-                print(f"{dtype}, {name}: {result}", flush=True)
-                failed += 1
-    for what in _planted():
-        print(what, flush=True)
-        failed += 1
-    return int(failed > 0)
+                yield f"{dtype}, {name}: {result}"
+    yield from _planted()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(_every()))

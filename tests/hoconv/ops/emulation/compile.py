@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 from hoconv import jit
 from hoconv.jit import cache, compilers, headers
@@ -21,9 +24,13 @@ _LAUNCH = re.compile(r"^( *)(\S.*?)<<<", re.MULTILINE)
 
 
 def run(module: str, argument: Path | str) -> None:
-    """Runs a module that tests kernels, with a library of emulated ones as its argument, and fails
-    where it ends with an error. It has a process of its own: what it registers for tensors of a
-    CPU stays."""
+    """Runs a module that tests kernels, and fails where it ends with an error.
+
+    It has a process of its own: what it registers for tensors of a CPU stays.
+
+    Args:
+        argument: of the module: a library of emulated kernels, or "cuda" for those of a GPU.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(_ROOT), *sys.path)),
@@ -34,6 +41,20 @@ def run(module: str, argument: Path | str) -> None:
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def report(differences: Iterable[str]) -> int:
+    """Loads the library that :func:`run` names, prints the differences, and returns the exit code:
+    1 where there is any."""
+    if sys.argv[1] != "cuda":
+        torch.ops.load_library(sys.argv[1])
+    torch.manual_seed(0)
+    random.seed(0)
+    failed = False
+    for difference in differences:
+        print(difference, flush=True)
+        failed = True
+    return int(failed)
 
 
 def compile_kernels(folder: str, *names: str) -> Path:

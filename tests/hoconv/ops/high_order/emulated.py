@@ -19,6 +19,7 @@ from hoconv import high_order_conv2d
 from hoconv.dispatch.registration import gradient_layout
 from hoconv.ops.high_order.conv2d.operator import OPERATOR, samples
 from hoconv.ops.high_order.conv2d.window import Window
+from tests.hoconv.ops.emulation.compile import report
 from tests.hoconv.ops.high_order.support import CHANNELS_LAST, generated_last, is_close
 
 _CPU = torch.device("cpu")
@@ -101,21 +102,13 @@ def _planted() -> Iterator[str]:
                 yield f"{value} in {('x', 'weight', 'grad')[place]}, {channels} channels: {name}"
 
 
-def main() -> int:
-    torch.ops.load_library(sys.argv[1])
-    torch.manual_seed(0)
-    random.seed(0)
-    failed = 0
+def _every() -> Iterator[str]:
     for dtype in OPERATOR.tolerances:
         for name, x, weight, options in _calls(dtype):
             for result in _differences(x, weight, options):
-                print(f"{dtype}, {name}: {result}", flush=True)
-                failed += 1
-    for what in _planted():
-        print(what, flush=True)
-        failed += 1
-    return int(failed > 0)
+                yield f"{dtype}, {name}: {result}"
+    yield from _planted()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(_every()))

@@ -23,6 +23,7 @@ from hoconv.ops.approx.accumulators import code_of
 from hoconv.ops.approx.ops import OPS
 from hoconv.ops.approx.reference import output_size
 from tests.hoconv.ops.approx.test_c_functions import adder
+from tests.hoconv.ops.emulation.compile import report
 
 _CUDA, _REFERENCE = OPS["cuda"], OPS["reference"]
 _RANDOM = 40  # windows of each kind
@@ -159,20 +160,12 @@ def _layers(folder: Path) -> Iterator[str]:
                              code, *windows, 3)  # fmt: skip
 
 
-def main() -> int:
-    if sys.argv[1] != "cuda":
-        torch.ops.load_library(sys.argv[1])
-    torch.manual_seed(0)
-    random.seed(0)
+def _every() -> Iterator[str]:
+    for check in (_integers, _unfolded, _totals, _products, _depthwise):
+        yield from check()
     with TemporaryDirectory() as folder:
-        checks = [_integers(), _unfolded(), _totals(), _products(), _depthwise()]
-        checks.append(_layers(Path(folder)))
-        failed = 0
-        for what in itertools.chain(*checks):
-            print(what, flush=True)
-            failed += 1
-    return int(failed > 0)
+        yield from _layers(Path(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(_every()))
