@@ -94,8 +94,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) < 8 ? 8 : 1)
   const int64_t channel = first_head * g.slots.channels + first_channel;
   const int steps = steps_in_use(start, g.T);
   for (int64_t b = blockIdx.y; b < g.B; b += gridDim.y) {
-    const bool used = lane * kChannels < heads * g.slots.of_head && group * kSteps < steps;
-    const int head = used ? lane * kChannels / g.slots.of_head : 0;
+    const bool has_channels = lane * kChannels < heads * g.slots.of_head;
+    const bool used = has_channels && group * kSteps < steps;
+    const int head = has_channels ? lane * kChannels / g.slots.of_head : 0;
 
     A sum[kSteps][kChannels] = {};
     const int distances = g.K + kSteps - 1;
@@ -142,12 +143,31 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) < 8 ? 8 : 1)
       for (; d < part; ++d) multiply(d, std::true_type{});
       for (; d < end; ++d) multiply(d, std::false_type{});
     }
-    if (!used) continue;
+
+    constexpr int pack = std::min<int>(kSteps, kPackBytes / sizeof(T));
+    int64_t t = start + group * kSteps;
+    int next = pack;  // from a pack of steps to the next one
+    if (pack == kSteps / 2 && g.into == Packed::steps) {
+      // Groups of a warp swap halves, so that its stores fill whole sectors of memory.
+      const bool second = group % 2 == 1;
+#pragma unroll
+      for (int s = 0; s < pack; ++s)
+#pragma unroll
+        for (int v = 0; v < kChannels; ++v) {
+          const A given = second ? sum[s][v] : sum[s + pack][v];
+          const A taken = __shfl_xor_sync(0xffffffff, given, kLanes);
+          if (second)
+            sum[s][v] = taken;
+          else
+            sum[s + pack][v] = taken;
+        }
+      if (second) t -= pack;
+      next = kSteps;
+    }
+    if (!has_channels) continue;
 
     const int own =
         lane * kChannels - head * g.slots.of_head + first_channel;  // channel of its head
-    const int64_t t = start + group * kSteps;
-    constexpr int pack = std::min<int>(kSteps, kPackBytes / sizeof(T));
     T* target = out.at(b, (first_head + head) * g.slots.channels + own, t);
     if (g.into == Packed::channels && own + kChannels <= g.slots.channels &&
         reinterpret_cast<uintptr_t>(target) % (sizeof(T) * kChannels) == 0) {
@@ -171,15 +191,16 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) < 8 ? 8 : 1)
       T* sequence = target + v * out.s.c;
 #pragma unroll
       for (int s = 0; s < kSteps; s += pack) {
-        if (g.into == Packed::steps && t + s + pack <= g.T) {
+        const int ahead = s / pack * next;
+        if (g.into == Packed::steps && t + ahead + pack <= g.T) {
           A together[pack];
 #pragma unroll
           for (int i = 0; i < pack; ++i) together[i] = sum[s + i][v];
-          store_sum(sequence + s, together);
+          store_sum(sequence + ahead, together);
         } else {
 #pragma unroll
           for (int i = 0; i < pack; ++i)
-            if (t + s + i < g.T) sequence[(s + i) * out.s.t] = narrow<T>(sum[s + i][v]);
+            if (t + ahead + i < g.T) sequence[(ahead + i) * out.s.t] = narrow<T>(sum[s + i][v]);
         }
       }
     }
@@ -220,8 +241,7 @@ void launch_few(const Tensor& x, const Tensor& weight, Tensor& out, const Proble
       p.time_shared ? convolve_few<T, Mirrored, true> : convolve_few<T, Mirrored, false>;
   convolve<<<spread.grid(p.B), kThreads, 0, stream>>>(
       sequences<T>(x), weights<T>(weight), mutable_sequences<T>(out), p,
-      Mirrored ? p.mirrored_before() : p.before, spread, packed_weights(weight),
-      packed(out) == Packed::steps);
+      Mirrored ? p.mirrored_before() : p.before, spread, PackedSteps(x, weight, out));
 }
 
 template <bool Mirrored>

@@ -21,6 +21,20 @@ constexpr int kFewTaps = 4;
 constexpr int kWindow = kSteps + kFewTaps - 1;
 constexpr unsigned kAllSteps = (1u << kSteps) - 1;
 
+// Whether packs of steps lie in memory, aligned; `y` is the output, or its gradient.
+struct PackedSteps {
+  bool x, weight, y;
+
+  PackedSteps(const Tensor& x, const Tensor& weight, const Tensor& y)
+      : x(packed(x) == Packed::steps), y(packed(y) == Packed::steps) {
+    const int64_t pack = kPackBytes / weight.element_size();
+    this->weight = weight.stride(3) == 1 && weight.size(3) % pack == 0 &&
+                   weight.stride(0) % pack == 0 && weight.stride(1) % pack == 0 &&
+                   weight.stride(2) % pack == 0 &&
+                   reinterpret_cast<uintptr_t>(weight.const_data_ptr()) % kPackBytes == 0;
+  }
+};
+
 // How the channels or heads of a sequence, `rows`, and its steps are spread over warps.
 struct Spread {
   bool by_step;
@@ -60,34 +74,40 @@ __device__ __forceinline__ unsigned inside(int64_t first, int64_t T) {
   return ((1u << high) - 1) & ~((1u << low) - 1);
 }
 
-// Loads `used` values, `stride` elements apart, of which those outside of the sequence are zeros.
+// Loads the first `used` of `count` steps, `stride` elements apart, of which `from` is the step
+// `first`; zeros where they are outside of a sequence of `length` steps. `packs` says whether packs
+// of steps are aligned. A window that begins within a pack is shifted: by the same number of steps
+// in all threads, so that only one of the branches below is taken.
 template <int count, typename A, typename T>
-__device__ __forceinline__ void load_window(A (&window)[count], const T* from, int64_t stride,
-                                            unsigned within, int used) {
+__device__ __forceinline__ void load_steps(A (&value)[count], const T* from, int64_t stride,
+                                           int64_t first, int64_t length, int used, bool packs) {
+  constexpr int pack = std::min<int>(kSteps, kPackBytes / sizeof(T));
+  if (packs) {
+    const int shift = static_cast<int>(first & (pack - 1));
+    constexpr int most = (count + pack - 1 + pack - 1) / pack;
+    Pack<T, pack> loaded[most]{};
+#pragma unroll
+    for (int n = 0; n < most; ++n) {
+      const int ahead = n * pack - shift;
+      if (ahead < used && first + ahead >= 0 && first + ahead < length)
+        loaded[n] = load<pack>(from + ahead);
+    }
+#pragma unroll
+    for (int own = 0; own < pack; ++own) {
+      if (own != shift) continue;
+#pragma unroll
+      for (int i = 0; i < count; ++i)
+        value[i] = widen<A>(loaded[(own + i) / pack].e[(own + i) % pack]);
+    }
+    return;
+  }
+  const unsigned within = inside<count>(first, length);
 #pragma unroll
   for (int i = 0; i < count; ++i)
-    window[i] = i < used && (within >> i & 1) ? widen<A>(load<1>(from + i * stride).e[0]) : A(0);
+    value[i] = i < used && (within >> i & 1) ? widen<A>(load<1>(from + i * stride).e[0]) : A(0);
 }
 
-// Loads the values of a thread's steps that are within the sequence; `packs` says whether packs of
-// them are aligned.
-template <typename T, typename A>
-__device__ __forceinline__ void load_steps(A (&value)[kSteps], const T* from, int64_t stride,
-                                           unsigned within, bool packs) {
-  constexpr int pack = std::min<int>(kSteps, kPackBytes / sizeof(T));
-  if (packs && within == kAllSteps) {
-#pragma unroll
-    for (int s = 0; s < kSteps; s += pack) {
-      const auto values = load<pack>(from + s);
-#pragma unroll
-      for (int i = 0; i < pack; ++i) value[s + i] = widen<A>(values.e[i]);
-    }
-  } else {
-    load_window(value, from, stride, within, kSteps);
-  }
-}
-
-// Stores the sums of a thread's steps likewise.
+// Stores the sums of a thread's steps that are `within` the sequence.
 template <typename T, typename A>
 __device__ __forceinline__ void store_steps(T* to, int64_t stride, unsigned within, bool packs,
                                             const A (&sum)[kSteps]) {
@@ -113,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1
                                             : time_shared  ? 8
                                                            : 4)
     convolve_few(Sequences<const T> x, Weights<const T> weight, Sequences<T> out, Problem p,
-                 int64_t before, Spread spread, bool packs_of_weights, bool packs) {
+                 int64_t before, Spread spread, PackedSteps packs) {
   using A = acc_t<T>;
   const Place place(spread);
   if (place.row >= spread.rows || place.step >= p.T) return;
@@ -127,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1
       const int64_t first = place.step - before + j;
       const unsigned read = inside<kWindow>(first, p.T);
       A window[kWindow], factor[kFewTaps][kSteps];
-      load_window(window, x.at(b, place.row, first), x.s.t, read, taps + kSteps - 1);
+      load_steps(window, x.at(b, place.row, first), x.s.t, first, p.T, taps + kSteps - 1, packs.x);
       const T* factors =
           Mirrored ? weight.at(b, h, p.K - 1 - j, first) : weight.at(b, h, j, place.step);
 #pragma unroll
@@ -135,10 +155,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1
         const T* own = factors + tap * next;
         if (time_shared)
           factor[tap][0] = tap < taps ? widen<A>(load<1>(own).e[0]) : A(0);
-        else if (tap < taps && Mirrored)
-          load_window(factor[tap], own, weight.s.t, read >> tap, kSteps);
         else if (tap < taps)
-          load_steps(factor[tap], own, weight.s.t, written, packs_of_weights);
+          load_steps(factor[tap], own, weight.s.t, Mirrored ? first + tap : place.step, p.T, kSteps,
+                     packs.weight);
       }
 #pragma unroll
       for (int tap = 0; tap < kFewTaps; ++tap)
@@ -149,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1
             sum[s] += factor[tap][time_shared ? 0 : s] * window[tap + s];
         }
     }
-    store_steps(out.at(b, place.row, place.step), out.s.t, written, packs, sum);
+    store_steps(out.at(b, place.row, place.step), out.s.t, written, packs.y, sum);
   }
 }
 
@@ -157,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1
 template <typename T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 4)
     grad_weight_few(Sequences<const T> grad, Sequences<const T> x, Weights<T> out, Problem p,
-                    Spread spread, bool packs_of_grad, bool packs) {
+                    Spread spread, PackedSteps packs) {
   using A = acc_t<T>;
   const Place place(spread);
   if (place.row >= spread.rows || place.step >= p.T) return;
@@ -168,13 +187,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 4)
     for (int64_t j = 0; j < p.K; j += kFewTaps) {
       const int taps = static_cast<int>(min(int64_t{kFewTaps}, p.K - j));
       const int64_t first = place.step - p.before + j;
-      const unsigned read = inside<kWindow>(first, p.T);
       A sum[kFewTaps][kSteps] = {};
       for (int64_t m = b; m < b + summed; ++m)
         for (int64_t c = first_channel; c < first_channel + channels; ++c) {
           A gradient[kSteps], window[kWindow];
-          load_steps(gradient, grad.at(m, c, place.step), grad.s.t, written, packs_of_grad);
-          load_window(window, x.at(m, c, first), x.s.t, read, taps + kSteps - 1);
+          load_steps(gradient, grad.at(m, c, place.step), grad.s.t, place.step, p.T, kSteps,
+                     packs.y);
+          load_steps(window, x.at(m, c, first), x.s.t, first, p.T, taps + kSteps - 1, packs.x);
 #pragma unroll
           for (int tap = 0; tap < kFewTaps; ++tap)
 #pragma unroll
@@ -183,7 +202,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 4)
 #pragma unroll
       for (int tap = 0; tap < kFewTaps; ++tap)
         if (tap < taps)
-          store_steps(out.at(b, place.row, j + tap, place.step), out.s.t, written, packs, sum[tap]);
+          store_steps(out.at(b, place.row, j + tap, place.step), out.s.t, written, packs.weight,
+                      sum[tap]);
     }
   }
 }

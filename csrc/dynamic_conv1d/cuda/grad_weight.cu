@@ -200,15 +200,15 @@ __global__ void __launch_bounds__(kThreads)
     for (; share.left > 0; share.next(g)) {
       const int64_t t = share.start + (ByChannel ? warp : threadIdx.x) * kSteps;
       const int64_t first = t - g.before + share.first_tap;
-      const unsigned own = inside<kSteps>(t, g.T), read = inside<kWindow>(first, g.T);
+      const unsigned own = inside<kSteps>(t, g.T);
       if (!own || (ByChannel && lane >= own_heads * g.channels)) continue;
       for (int c = ByChannel ? lane : 0; c < (ByChannel ? lane + 1 : g.channels); ++c) {
         const int64_t channel = first_head * g.channels + c;
         A gradient[kSteps], window[kWindow];
-        load_steps(gradient, grad.at(share.sequence, channel, t), grad.s.t, own,
+        load_steps(gradient, grad.at(share.sequence, channel, t), grad.s.t, t, g.T, kSteps,
                    g.of_grad == Packed::steps);
-        load_window(window, x.at(share.sequence, channel, first), x.s.t, read,
-                    share.taps + kSteps - 1);
+        load_steps(window, x.at(share.sequence, channel, first), x.s.t, first, g.T,
+                   share.taps + kSteps - 1, g.of_x == Packed::steps);
 #pragma unroll
         for (int tap = 0; tap < kFewTaps; ++tap) {
           if (tap >= share.taps) continue;
@@ -290,7 +290,7 @@ void launch(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
   if (few && !p.time_shared) {
     const Spread spread(out.stride(3) == 1, p.H, p.T);
     grad_weight_few<T><<<spread.grid(p.weight_batch()), kThreads, 0, stream>>>(
-        gradient, sequence, target, p, spread, packed(grad) == Packed::steps, packed_weights(out));
+        gradient, sequence, target, p, spread, PackedSteps(x, out, grad));
     return;
   }
   dim3 grid;

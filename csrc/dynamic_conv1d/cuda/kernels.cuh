@@ -79,14 +79,6 @@ inline Packed packed(const Tensor& t) {
   return aligned(1, 2) ? Packed::channels : aligned(2, 1) ? Packed::steps : Packed::none;
 }
 
-// Whether packs of the weights' steps are aligned.
-inline bool packed_weights(const Tensor& t) {
-  const int64_t pack = kPackBytes / t.element_size();
-  return t.stride(3) == 1 && t.stride(0) % pack == 0 && t.stride(1) % pack == 0 &&
-         t.stride(2) % pack == 0 &&
-         reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kPackBytes == 0;
-}
-
 // The channels of a tile, in slots. Heads begin at multiples of a thread's slots, so that a thread
 // has one head: the slots after a head's last channel are zeros.
 struct Slots {
