@@ -237,8 +237,12 @@ void launch_few(const Tensor& x, const Tensor& weight, Tensor& out, const Proble
                 cudaStream_t stream) {
   const bool by_step = (p.time_shared ? x.stride(2) : weight.stride(3)) == 1;
   const Spread spread(by_step, p.C, p.T);
-  const auto convolve =
-      p.time_shared ? convolve_few<T, Mirrored, true> : convolve_few<T, Mirrored, false>;
+  const auto choose = [&](auto time_shared) {
+    constexpr bool shared = decltype(time_shared)::value;
+    return by_step ? convolve_few<T, Mirrored, shared, true>
+                   : convolve_few<T, Mirrored, shared, false>;
+  };
+  const auto convolve = p.time_shared ? choose(std::true_type{}) : choose(std::false_type{});
   convolve<<<spread.grid(p.B), kThreads, 0, stream>>>(
       sequences<T>(x), weights<T>(weight), mutable_sequences<T>(out), p,
       Mirrored ? p.mirrored_before() : p.before, spread, PackedSteps(x, weight, out));

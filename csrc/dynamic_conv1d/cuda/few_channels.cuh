@@ -21,7 +21,8 @@ constexpr int kFewTaps = 4;
 constexpr int kWindow = kSteps + kFewTaps - 1;
 constexpr unsigned kAllSteps = (1u << kSteps) - 1;
 
-// Whether packs of steps lie in memory, aligned; `y` is the output, or its gradient.
+// Whether packs of steps lie in memory, aligned; `y` is the output, or its gradient. They are of
+// use where threads have neighbouring steps, and elsewhere would cost registers.
 struct PackedSteps {
   bool x, weight, y;
 
@@ -128,7 +129,7 @@ __device__ __forceinline__ void store_steps(T* to, int64_t stride, unsigned with
 }
 
 // The sum that convolve.cu describes.
-template <typename T, bool Mirrored, bool time_shared>
+template <typename T, bool Mirrored, bool time_shared, bool ByStep>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1
                                             : time_shared  ? 8
                                                            : 4)
@@ -147,7 +148,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1
       const int64_t first = place.step - before + j;
       const unsigned read = inside<kWindow>(first, p.T);
       A window[kWindow], factor[kFewTaps][kSteps];
-      load_steps(window, x.at(b, place.row, first), x.s.t, first, p.T, taps + kSteps - 1, packs.x);
+      load_steps(window, x.at(b, place.row, first), x.s.t, first, p.T, taps + kSteps - 1,
+                 ByStep && packs.x);
       const T* factors =
           Mirrored ? weight.at(b, h, p.K - 1 - j, first) : weight.at(b, h, j, place.step);
 #pragma unroll
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1
           factor[tap][0] = tap < taps ? widen<A>(load<1>(own).e[0]) : A(0);
         else if (tap < taps)
           load_steps(factor[tap], own, weight.s.t, Mirrored ? first + tap : place.step, p.T, kSteps,
-                     packs.weight);
+                     ByStep && packs.weight);
       }
 #pragma unroll
       for (int tap = 0; tap < kFewTaps; ++tap)
@@ -168,12 +170,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1
             sum[s] += factor[tap][time_shared ? 0 : s] * window[tap + s];
         }
     }
-    store_steps(out.at(b, place.row, place.step), out.s.t, written, packs.y, sum);
+    store_steps(out.at(b, place.row, place.step), out.s.t, written, ByStep && packs.y, sum);
   }
 }
 
 // The sum that grad_weight.cu describes, where each step has weights of its own.
-template <typename T>
+template <typename T, bool ByStep>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 4)
     grad_weight_few(Sequences<const T> grad, Sequences<const T> x, Weights<T> out, Problem p,
                     Spread spread, PackedSteps packs) {
@@ -192,8 +194,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 4)
         for (int64_t c = first_channel; c < first_channel + channels; ++c) {
           A gradient[kSteps], window[kWindow];
           load_steps(gradient, grad.at(m, c, place.step), grad.s.t, place.step, p.T, kSteps,
-                     packs.y);
-          load_steps(window, x.at(m, c, first), x.s.t, first, p.T, taps + kSteps - 1, packs.x);
+                     ByStep && packs.y);
+          load_steps(window, x.at(m, c, first), x.s.t, first, p.T, taps + kSteps - 1,
+                     ByStep && packs.x);
 #pragma unroll
           for (int tap = 0; tap < kFewTaps; ++tap)
 #pragma unroll
@@ -202,8 +205,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 1 : 4)
 #pragma unroll
       for (int tap = 0; tap < kFewTaps; ++tap)
         if (tap < taps)
-          store_steps(out.at(b, place.row, j + tap, place.step), out.s.t, written, packs.weight,
-                      sum[tap]);
+          store_steps(out.at(b, place.row, j + tap, place.step), out.s.t, written,
+                      ByStep && packs.weight, sum[tap]);
     }
   }
 }

@@ -206,9 +206,9 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t channel = first_head * g.channels + c;
         A gradient[kSteps], window[kWindow];
         load_steps(gradient, grad.at(share.sequence, channel, t), grad.s.t, t, g.T, kSteps,
-                   g.of_grad == Packed::steps);
+                   !ByChannel && g.of_grad == Packed::steps);
         load_steps(window, x.at(share.sequence, channel, first), x.s.t, first, g.T,
-                   share.taps + kSteps - 1, g.of_x == Packed::steps);
+                   share.taps + kSteps - 1, !ByChannel && g.of_x == Packed::steps);
 #pragma unroll
         for (int tap = 0; tap < kFewTaps; ++tap) {
           if (tap >= share.taps) continue;
@@ -289,7 +289,8 @@ void launch(const Tensor& grad, const Tensor& x, Tensor& out, const Problem& p,
   const auto target = mutable_weights<T>(out);
   if (few && !p.time_shared) {
     const Spread spread(out.stride(3) == 1, p.H, p.T);
-    grad_weight_few<T><<<spread.grid(p.weight_batch()), kThreads, 0, stream>>>(
+    const auto add_up = spread.by_step ? grad_weight_few<T, true> : grad_weight_few<T, false>;
+    add_up<<<spread.grid(p.weight_batch()), kThreads, 0, stream>>>(
         gradient, sequence, target, p, spread, PackedSteps(x, out, grad));
     return;
   }
