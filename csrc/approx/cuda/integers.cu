@@ -1,6 +1,7 @@
-// What is done around a sum of products of integers: real numbers become integers, windows of an
-// image the rows of a matrix, and sums of products real numbers again. Each is one kernel that
-// reads and writes every number once.
+// What is done around a sum of products of integers: ranges of real numbers become scales, the
+// numbers integers, windows of an image the rows of a matrix, and sums of products real numbers
+// again. Each is one kernel that reads and writes every number once. Those of a range have a thread
+// or two: what they save is the time in which a host would start a dozen of PyTorch's kernels.
 //
 // B batch, C channels of the input, O of the output, G groups, L pixels of the output, R x S the
 // kernel; M, N rows and columns of a matrix product, K what it sums over.
@@ -9,7 +10,9 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
+#include <tuple>
 
 #include "approx/problem.h"
 #include "hoconv/cuda_launch.cuh"
@@ -20,6 +23,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kSide = 32;  // of a tile that is transposed
 constexpr int64_t kMostBlocks = 1 << 16;
+constexpr int64_t kMostBits = 16;  // of an integer
 
 int64_t blocks_of(int64_t count, int64_t each) {
   return std::min((count + each - 1) / each, kMostBlocks);
@@ -28,6 +32,81 @@ int64_t blocks_of(int64_t count, int64_t each) {
 void check_number(const Tensor& t, ScalarType type, const Tensor& like, const char* name) {
   STD_TORCH_CHECK(t.numel() == 1 && t.scalar_type() == type && t.device() == like.device(), name,
                   ": expected one number, float32 of a scale and int32 of a zero point");
+}
+
+const float* number(const Tensor& t, const Tensor& like) {
+  check_number(t, ScalarType::Float, like, "least, most");
+  return static_cast<const float*>(t.const_data_ptr());
+}
+
+float* mutable_number(Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+struct Range {
+  const float *least, *most;
+};
+
+// Thread 0 computes the least number, thread 1 the largest. Every operation rounds, as on a CPU.
+__global__ void join_ranges(Range batch, Range seen, bool averages, float momentum,
+                            float* least_out, float* most_out) {
+  const bool is_least = threadIdx.x == 0;
+  const float known = is_least ? *seen.least : *seen.most;
+  const float found = is_least ? *batch.least : *batch.most;
+  float joined = known;
+  if (isfinite(*batch.least) && isfinite(*batch.most)) {
+    if (isnan(known))
+      joined = found;
+    else if (averages)
+      joined = __fadd_rn(known, __fmul_rn(momentum, __fsub_rn(found, known)));
+    else
+      joined = is_least ? fminf(known, found) : fmaxf(known, found);
+  }
+  *(is_least ? least_out : most_out) = joined;
+}
+
+// The range seen so far, NaN at first, joined by that of a batch; a batch that is not finite
+// changes nothing.
+std::tuple<Tensor, Tensor> range_of_batches(const Tensor& least, const Tensor& most,
+                                            const Tensor& seen_least, const Tensor& seen_most,
+                                            std::optional<double> momentum) {
+  const Range batch{number(least, least), number(most, least)};
+  const Range seen{number(seen_least, least), number(seen_most, least)};
+  Tensor joined_least = make_tensor(least, sizes(least), ScalarType::Float);
+  Tensor joined_most = make_tensor(least, sizes(least), ScalarType::Float);
+  const Launch current(least);
+  join_ranges<<<1, 2, 0, current.stream>>>(
+      batch, seen, momentum.has_value(), static_cast<float>(momentum.value_or(0)),
+      mutable_number(joined_least), mutable_number(joined_most));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {joined_least, joined_most};
+}
+
+__global__ void cover_range(Range range, float lowest, float highest, float tiny, float* scale_out,
+                            int32_t* zero_out) {
+  const float least = *range.least > 0 ? 0 : *range.least;
+  const float most = *range.most < 0 ? 0 : *range.most;
+  const float exact = __fdiv_rn(__fsub_rn(most, least), highest - lowest);
+  const float scale = exact < tiny ? tiny : exact;
+  const float zero = rintf(__fsub_rn(lowest, __fdiv_rn(least, scale)));
+  *scale_out = scale;
+  *zero_out = static_cast<int32_t>(fminf(fmaxf(zero, lowest), highest));
+}
+
+// The scale and zero point with which integers of so many bits cover a range and 0.
+std::tuple<Tensor, Tensor> affine(const Tensor& least, const Tensor& most, int64_t bits,
+                                  bool is_signed) {
+  STD_TORCH_CHECK(bits >= 1 && bits <= kMostBits, "bits: expected 1 to ", kMostBits, ", got ",
+                  bits);
+  const Range range{number(least, least), number(most, least)};
+  Tensor scale = make_tensor(least, sizes(least), ScalarType::Float);
+  Tensor zero = make_tensor(least, sizes(least), ScalarType::Int);
+  const float steps = static_cast<float>((int64_t{1} << bits) - 1);
+  const float lowest = is_signed ? -static_cast<float>(int64_t{1} << (bits - 1)) : 0;
+  const Launch current(least);
+  cover_range<<<1, 1, 0, current.stream>>>(range, lowest, lowest + steps,
+                                           std::numeric_limits<float>::min(), mutable_number(scale),
+                                           static_cast<int32_t*>(zero.mutable_data_ptr()));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {scale, zero};
 }
 
 template <typename T>
@@ -230,6 +309,8 @@ Tensor integer_total(const Tensor& products, const Tensor& rows, const Tensor& c
 }  // namespace hoconv::approx
 
 STABLE_TORCH_LIBRARY_IMPL(hoconv, CUDA, m) {
+  m.impl("approx_range_of_batches.cuda", TORCH_BOX(&hoconv::approx::range_of_batches));
+  m.impl("approx_affine.cuda", TORCH_BOX(&hoconv::approx::affine));
   m.impl("approx_integers.cuda", TORCH_BOX(&hoconv::approx::integers));
   m.impl("approx_windows.cuda", TORCH_BOX(&hoconv::approx::windows));
   m.impl("approx_integer_total.cuda", TORCH_BOX(&hoconv::approx::integer_total));

@@ -76,6 +76,12 @@ _SCHEMAS = {
         "SymInt[2] dilation, bool signed, int? least=None, int? most=None, bool wraps=False, "
         "Tensor? scale_a=None, Tensor? zero_a=None, Tensor? scale_b=None, Tensor? zero_b=None) "
         "-> Tensor",
+    # Numbers of float32; see reference.py.
+    "approx_range_of_batches":
+        "(Tensor least, Tensor most, Tensor seen_least, Tensor seen_most, float? momentum) "
+        "-> (Tensor, Tensor)",
+    "approx_affine":
+        "(Tensor least, Tensor most, int bits, bool signed) -> (Tensor, Tensor)",
     # float32 on a grid, to int32 or, of these, the lowest byte.
     "approx_integers": "(Tensor real, Tensor scale, Tensor zero, bool is_byte) -> Tensor",
     # The windows of bytes or int32 x (B, C, H, W), padded with fill or 0, for every output:
@@ -117,6 +123,8 @@ class Ops:
     conv2d_backward_weight: Op
     table_matmul: Op
     table_depthwise: Op
+    range_of_batches: Op
+    affine: Op
     integers: Op
     windows: Op
     integer_total: Op
@@ -161,6 +169,14 @@ def _fake_table_depthwise(
     is_real = len(args) > 4 and args[4] is not None
     dtype = torch.float32 if is_real else torch.int32
     return x.new_empty(x.shape[0], weight.shape[0], *size, dtype=dtype)
+
+
+def _fake_range_of_batches(least: Tensor, most: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(least), torch.empty_like(most)
+
+
+def _fake_affine(least: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(least), torch.empty_like(least, dtype=torch.int32)
 
 
 def _fake_integers(real: Tensor, scale: Tensor, zero: Tensor, is_byte: bool) -> Tensor:
@@ -212,6 +228,8 @@ _FAKES = {
     "approx_conv2d_backward_weight": _fake_gradient,
     "approx_table_matmul": _fake_table_matmul,
     "approx_table_depthwise": _fake_table_depthwise,
+    "approx_range_of_batches": _fake_range_of_batches,
+    "approx_affine": _fake_affine,
     "approx_integers": _fake_integers,
     "approx_windows": _fake_windows,
     "approx_integer_total": _fake_integer_total,
@@ -241,7 +259,10 @@ def _register(impl: str) -> Ops:
     if impl == "cuda":
         _implement("approx_table_derivative", impl, reference.table_derivative)
     if impl == "cpp":
-        for name in ("table_depthwise", "integers", "windows", "integer_total"):
+        for name in (
+            "table_depthwise", "range_of_batches", "affine", "integers", "windows",
+            "integer_total",
+        ):  # fmt: skip
             _implement(f"approx_{name}", impl, getattr(reference, name))
     # The same for all implementations: it sums nothing, and PyTorch is fast enough.
     _implement("approx_multiply_derivative", impl, reference.multiply_derivative)
@@ -367,11 +388,12 @@ def _implement_products_of_grids(impl: str, ops: Ops) -> None:
     _implement("approx_integer_conv2d", impl, integer_conv2d)
 
 
-def _implement(name: str, impl: str, function: Callable[..., Tensor]) -> None:
+def _implement(name: str, impl: str, function: Callable[..., Any]) -> None:
     """Registers a function of PyTorch ops as the kernel of an op."""
 
-    def contiguous(*args: Any) -> Tensor:
-        return function(*args).contiguous()
+    def contiguous(*args: Any) -> Any:
+        found = function(*args)
+        return found.contiguous() if isinstance(found, Tensor) else found
 
     # An op of a compiled library has a kernel for all devices already: the one that loads it.
     keys = ("CPU", "CUDA") if impl in KERNELS else ("CompositeExplicitAutograd",)

@@ -22,6 +22,7 @@ from torch import Tensor
 from hoconv.ops.approx.multipliers import MULTIPLIERS, multiply_by_entries
 
 CHUNK = 1024
+TINY = torch.finfo(torch.float32).tiny  # the least scale
 _MOST_PRODUCTS = 2**20  # held in memory at once, about: 4 MiB
 Product = Callable[[Tensor, Tensor], Tensor]
 Pair = tuple[int, int]
@@ -107,6 +108,36 @@ def table_depthwise(
     rows, columns = a.sum(2, dtype=torch.int64), b.sum(1, dtype=torch.int64)
     grids = scale_a, zero_a, scale_b, zero_b
     return integer_total(sums, rows, columns, *grids, a.shape[2], math.prod(size)).view(B, O, *size)
+
+
+def range_of_batches(
+    least: Tensor, most: Tensor, seen_least: Tensor, seen_most: Tensor, momentum: float | None
+) -> tuple[Tensor, Tensor]:
+    """The range seen so far, NaN at first, and that of another batch: exponential averages, or,
+    without momentum, the extremes. A batch that is not finite changes nothing."""
+    is_finite = least.isfinite() & most.isfinite()
+
+    def join(new: Tensor, seen: Tensor, extreme: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        known = extreme(seen, new) if momentum is None else seen + momentum * (new - seen)
+        return torch.where(is_finite, torch.where(seen.isnan(), new, known), seen)
+
+    return join(least, seen_least, torch.minimum), join(most, seen_most, torch.maximum)
+
+
+def limits(bits: int, signed: bool) -> tuple[int, int]:
+    """Returns the least and the largest integer of so many bits."""
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+
+
+def affine(least: Tensor, most: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
+    """The scale (float32) and zero point (int32) with which integers of so many bits cover a range
+    and 0."""
+    lowest, highest = limits(bits, signed)
+    least, most = least.clamp(max=0), most.clamp(min=0)
+    # By a tensor: on a GPU, PyTorch multiplies by the reciprocal of a number, which rounds twice.
+    scale = ((most - least) / torch.full_like(least, highest - lowest)).clamp(min=TINY)
+    zero_point = (lowest - least / scale).round().clamp(lowest, highest)
+    return scale, zero_point.int()
 
 
 def integers(real: Tensor, scale: Tensor, zero: Tensor, is_byte: bool) -> Tensor:

@@ -13,7 +13,7 @@ product, K what it sums over.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,9 +23,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from hoconv.dispatch.implementations import resolve
 from hoconv.dispatch.registration import autocasts, has_tangent
 from hoconv.ops.approx.accumulators import AnyAccumulator, code_of
-from hoconv.ops.approx.layers.learned_scale import TINY, LearnedScale, attach_gradient_of_scale
+from hoconv.ops.approx.layers.learned_scale import LearnedScale, attach_gradient_of_scale
 from hoconv.ops.approx.ops import NO_FORWARD_MODE, OPS, Ops
-from hoconv.ops.approx.reference import Pair
+from hoconv.ops.approx.reference import TINY, Pair, affine, limits, range_of_batches
 from hoconv.ops.approx.table_gradients.choice import choose
 from hoconv.ops.approx.tables import OfIntegers
 
@@ -99,19 +99,18 @@ class Observer(nn.Module):
         return f"{self.kind!r}, momentum={self.momentum}"
 
     @torch.no_grad()
-    def forward(self, x: Tensor) -> None:
+    def forward(self, x: Tensor, join: Callable[..., Any] = range_of_batches) -> None:
+        """
+        Args:
+            join: :func:`range_of_batches` or an op that computes it.
+        """
         if x.numel() == 0:
             return
-        new, seen = torch.stack(x.aminmax()), torch.stack((self.least, self.most))
-        is_finite = (0 * new).sum() == 0
+        least, most = x.aminmax()
         if self.kind == "mse" and not x.is_meta:
-            new = torch.stack(least_error(x, new[0], new[1], self.bits))
-        if self.kind == "minmax":
-            known = torch.stack((torch.minimum(seen[0], new[0]), torch.maximum(seen[1], new[1])))
-        else:
-            known = seen + self.momentum * (new - seen)
-        updated = torch.where(seen.isnan(), new, known)
-        least, most = torch.where(is_finite, updated, seen)
+            least, most = least_error(x, least, most, self.bits)
+        momentum = None if self.kind == "minmax" else self.momentum
+        least, most = join(least, most, self.least, self.most, momentum)
         self.least.copy_(least)
         self.most.copy_(most)
 
@@ -130,21 +129,6 @@ class Observer(nn.Module):
                 raise RuntimeError(_UNKNOWN)
             else:
                 self._known = self.least
-
-
-def limits(bits: int, signed: bool) -> tuple[int, int]:
-    """Returns the least and the largest integer of so many bits."""
-    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-
-
-def affine(least: Tensor, most: Tensor, bits: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Returns the scale (float32) and zero point (int32) with which integers of so many bits cover
-    a range and 0."""
-    lowest, highest = limits(bits, signed)
-    least, most = least.clamp(max=0), most.clamp(min=0)
-    scale = ((most - least) / (highest - lowest)).clamp(min=TINY)
-    zero_point = (lowest - least / scale).round().clamp(lowest, highest)
-    return scale, zero_point.int()
 
 
 def symmetric(weight: Tensor, bits: int, signed: bool) -> tuple[Tensor, int]:
@@ -298,12 +282,14 @@ class Quantizer(nn.Module):
         is_pair = isinstance(gradient, tuple) and len(gradient) == 2
         return is_pair and gradient[0] is chosen[0] and gradient[1] is chosen[1]
 
-    def grids(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, list[Any], Tensor | None]:
+    def grids(
+        self, x: Tensor, weight: Tensor, ops: Ops
+    ) -> tuple[Tensor, Tensor, list[Any], Tensor | None]:
         """Returns both operands quantised; what an op is told about them: scales and zero points,
         products, derivatives, whether they are signed, and their accumulator; and, if the weight
         has several scales, these: then what is returned of it has the scale 1, so that sums of
         products are to be multiplied by them."""
-        x, weight, of_x, (scale, zero_point) = self(x, weight)
+        x, weight, of_x, (scale, zero_point) = self(x, weight, ops)
         scales = None
         if self.per_channel:
             scales, scale = scale, torch.ones_like(scale[0])
@@ -323,7 +309,7 @@ class Quantizer(nn.Module):
             self.multiplier.check_sum("input", K)
         return OPS[resolve("approx_matmul", impl, x.device.type)]
 
-    def forward(self, x: Tensor, weight: Tensor) -> Any:
+    def forward(self, x: Tensor, weight: Tensor, ops: Ops = OPS["reference"]) -> Any:
         if x.dtype in (torch.float16, torch.bfloat16) and autocasts(x.device.type):
             x = x.float()
         for name, t in (("input", x), ("weight", weight)):
@@ -334,11 +320,11 @@ class Quantizer(nn.Module):
             self._check_transforms(x, weight)
         if not self._has_first_scale():
             if self.input.training:
-                self.input(x.detach())
+                self.input(x.detach(), ops.range_of_batches)
             if not self.input.least.is_meta:
                 self.input.check_known()
         bits_of_x, bits_of_weight = self.multiplier.bits
-        of_x, of_weight = self._scales(weight.detach())
+        of_x, of_weight = self._scales(weight.detach(), ops)
         x, *of_x = self._quantize(x, *of_x, bits_of_x, self.input_scale)
         weight, scale, zero_points = self._quantize(
             weight, *of_weight, bits_of_weight, self.weight_scale
@@ -364,21 +350,16 @@ class Quantizer(nn.Module):
             return True
         return learned.is_known
 
-    def _scales(self, weight: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    def _scales(
+        self, weight: Tensor, ops: Ops
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Returns the scale and zero point of the input's range, and those of the weight."""
         signed, (bits_of_x, bits_of_weight) = self.multiplier.signed, self.multiplier.bits
-        of_x = self.input.least, self.input.most
-        if self.per_channel:
-            scales, zero_point = symmetric(weight, bits_of_weight, signed)
-            zero_points = torch.full_like(scales, zero_point, dtype=torch.int32)
-            return affine(*of_x, bits_of_x, signed), (scales, zero_points)
-        of_weight = weight.aminmax()
-        if bits_of_x != bits_of_weight:
-            return affine(*of_x, bits_of_x, signed), affine(*of_weight, bits_of_weight, signed)
-        # At once, since on a GPU an op on one number takes as long as one on thousands.
-        least, most = (torch.stack(pair) for pair in zip(of_x, of_weight, strict=True))
-        scales, zero_points = affine(least, most, bits_of_x, signed)
-        return (scales[0], zero_points[0]), (scales[1], zero_points[1])
+        of_x = ops.affine(self.input.least, self.input.most, bits_of_x, signed)
+        if not self.per_channel:
+            return of_x, ops.affine(*weight.aminmax(), bits_of_weight, signed)
+        scales, zero_point = symmetric(weight, bits_of_weight, signed)
+        return of_x, (scales, torch.full_like(scales, zero_point, dtype=torch.int32))
 
     def _quantize(
         self, x: Tensor, scale: Tensor, zero_point: Tensor, bits: int, learned: LearnedScale | None
@@ -405,8 +386,8 @@ def quantized_conv2d(
 
     Returns: (B, O, OH, OW), float32.
     """
-    x, weight, grids, scales = quantizer.grids(x, weight)
     ops = quantizer.ops(x, math.prod(weight.shape[1:]), impl)
+    x, weight, grids, scales = quantizer.grids(x, weight, ops)
     out = ops.integer_conv2d(x, weight, *grids, *windows, groups)
     return out if scales is None else out * scales.view(-1, 1, 1)
 
@@ -416,8 +397,9 @@ def quantized_linear(x: Tensor, weight: Tensor, quantizer: Quantizer, impl: str)
 
     Returns: (..., N), float32.
     """
-    x, weight, grids, scales = quantizer.grids(x, weight)
+    ops = quantizer.ops(x, x.shape[-1], impl)
+    x, weight, grids, scales = quantizer.grids(x, weight, ops)
     rows = x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
-    out = quantizer.ops(x, x.shape[-1], impl).integer_product(rows, weight.mT[None], *grids)
+    out = ops.integer_product(rows, weight.mT[None], *grids)
     out = out.reshape(*x.shape[:-1], weight.shape[0])
     return out if scales is None else out * scales

@@ -35,6 +35,7 @@
 using cudaStream_t = void*;
 using __half = torch::headeronly::Half;
 using __nv_bfloat16 = torch::headeronly::BFloat16;
+using std::isfinite;
 using std::isnan;
 using std::max;
 using std::min;
@@ -243,6 +244,12 @@ inline float __uint_as_float(unsigned bits) {
 }
 inline float __half2float(__half x) { return x; }
 inline float __bfloat162float(__nv_bfloat16 x) { return x; }
+// Each rounds, whatever the compiler would join.
+inline float rounded(volatile float x) { return x; }
+inline float __fadd_rn(float a, float b) { return rounded(a + b); }
+inline float __fsub_rn(float a, float b) { return rounded(a - b); }
+inline float __fmul_rn(float a, float b) { return rounded(a * b); }
+inline float __fdiv_rn(float a, float b) { return rounded(a / b); }
 inline __half __float2half_rn(float x) { return x; }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return x; }
 

@@ -61,15 +61,35 @@ def _windows(taps: int) -> tuple[tuple[int, ...], list[tuple[int, int]], tuple[i
     return kernel, [stride, padding, dilation], size
 
 
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
+
+
 def _both(op: str, *args: Any) -> Iterator[str]:
     """Yields the call if the results differ."""
     device = "cuda" if sys.argv[1] == "cuda" else "cpu"
     there = (a.to(device) if isinstance(a, Tensor) else a for a in args)
-    found = getattr(_CUDA, op)(*there).cpu()
+    found = getattr(_CUDA, op)(*there)
     expected = getattr(_REFERENCE, op)(*args)
-    if found.dtype != expected.dtype or not torch.equal(found, expected):
+    if isinstance(found, Tensor):
+        found, expected = [found], [expected]
+    if not all(a.dtype == b.dtype and _equal(a.cpu(), b) for a, b in zip(found, expected)):
         shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
         yield f"{op}{tuple(shapes)}"
+
+
+def _ranges() -> Iterator[str]:
+    odd = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e38, 1e38)
+    for _ in range(40 * _RANDOM):
+        batch = sorted(random.choice((random.gauss(0, 3), *odd)) for _ in range(2))
+        seen = [random.gauss(0, 3), random.gauss(0, 3)]
+        if random.random() < 0.2:
+            seen = [math.nan, math.nan]
+        momentum = random.choice((None, 0.01, 0.25, 1.0))
+        yield from _both("range_of_batches", *map(_number, batch + seen), momentum)
+        if all(map(math.isfinite, batch)):
+            bits, signed = random.randint(2, 16), random.random() < 0.5
+            yield from _both("affine", *map(_number, batch), bits, signed)
 
 
 def _integers() -> Iterator[str]:
@@ -161,7 +181,7 @@ def _layers(folder: Path) -> Iterator[str]:
 
 
 def _every() -> Iterator[str]:
-    for check in (_integers, _unfolded, _totals, _products, _depthwise):
+    for check in (_ranges, _integers, _unfolded, _totals, _products, _depthwise):
         yield from check()
     with TemporaryDirectory() as folder:
         yield from _layers(Path(folder))
