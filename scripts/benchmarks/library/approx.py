@@ -16,7 +16,8 @@ dense operands, with every multiplier of floats that has a kernel. ``--problem``
             contender             "torch", or a multiplier, of a file its name without
                                   folder and suffix; with one of integers this is the product alone,
                                   and "<multiplier>, layer" the layer, which quantises
-            macs                  multiply-accumulates of a forward; null where they are unknown
+            macs                  multiply-accumulates of a forward, or of a captured step; null
+                                  where they are unknown
             error                 null, "out of memory", or what was raised: then the rest is null
             forward, backward     backward is null where there is none: of integers
                 median_ms, p20_ms, p80_ms, repeats
@@ -75,6 +76,7 @@ from hoconv.tools.commands import count, hardware, write_json
 from hoconv.tools.tables import show
 
 TORCH = "torch"
+BACKWARD = 2  # multiply-accumulates of a backward for each of the forward
 SCALAR_ROWS, SCALAR_REPEATS = 32, 5
 SCALAR = """
 #include <cstdint>
@@ -107,7 +109,8 @@ _PRODUCTS_METHOD = (
     "has no backward; its layer is given floats. A training step is the forward to the loss, of "
     "random images and labels, and the gradients of all parameters, without an optimizer: of "
     "torchvision's model, and of the same converted by hoconv.approx.convert, though not to a "
-    "function in C of more than 8 bits."
+    "function in C of more than 8 bits. A captured step is one CUDA graph of both, shown as a "
+    "forward."
 )
 METHOD = method(APART) + _PRODUCTS_METHOD + _SCALAR_METHOD
 # Convolutions of ResNet-18 that differ: channels, the image's pixels over the input's along a side,
@@ -201,21 +204,26 @@ def _integers(shape: tuple[int, ...], multiplier: OfIntegers, device: torch.devi
     return torch.randint(least, least + (1 << bits), shape, dtype=multiplier.dtype, device=device)
 
 
-def _training_step(images: int, pixels: int) -> Problem:
+def _training_step(images: int, pixels: int, captured: bool = False) -> Problem:
+    """Returns a step that the host starts kernel by kernel, or, captured, as one CUDA graph."""
     name = f"training step of MobileNetV2, {images} x 3 x {pixels} x {pixels}"
+    if captured:
+        name += ", a CUDA graph"
+
+    def absent(reason: str) -> list[Contender]:
+        contender = Contender(TORCH, torch.clone, Sample(()))
+        contender.error = reason
+        return [contender]
+
     try:
         from torchvision.models import mobilenet_v2
     except (ImportError, RuntimeError) as error:  # the second, of another version than PyTorch
         reason = f"torchvision: {error}"
-
-        def absent(setting: Setting) -> list[Contender]:
-            contender = Contender(TORCH, torch.clone, Sample(()))
-            contender.error = reason
-            return [contender]
-
-        return Problem(name, None, absent)
+        return Problem(name, None, lambda _: absent(reason))
 
     def make(setting: Setting) -> list[Contender]:
+        if captured and setting.device.type != "cuda":
+            return absent("a CUDA graph needs a GPU")
         x = torch.randn(images, 3, pixels, pixels, device=setting.device)
         labels = torch.randint(1000, (images,), device=setting.device)
         contenders = []
@@ -229,12 +237,36 @@ def _training_step(images: int, pixels: int) -> Problem:
             def loss(model: nn.Module = model) -> Tensor:
                 return F.cross_entropy(model(x), labels)
 
+            if captured:
+                replay = _capture(loss, list(model.parameters()))
+                contenders.append(Contender(contender, replay, Sample(())))
+                continue
             contenders.append(Contender(contender, loss, Sample(())))
             contenders[-1].leaves += model.parameters()
         return contenders
 
-    macs = approx.cost(mobilenet_v2(), torch.zeros(1, 3, pixels, pixels)).multiplications
-    return Problem(name, images * macs, make)
+    macs = images * approx.cost(mobilenet_v2(), torch.zeros(1, 3, pixels, pixels)).multiplications
+    return Problem(name, (1 + BACKWARD) * macs if captured else macs, make)
+
+
+def _capture(loss: Callable[[], Tensor], parameters: list[nn.Parameter]) -> Callable[[], Tensor]:
+    """Returns what replays the CUDA graph of a loss and its gradients."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # kernels are chosen and loaded, and ranges become known
+            torch.autograd.grad(loss(), parameters)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = loss()
+        torch.autograd.grad(value, parameters)
+
+    def replay() -> Tensor:
+        graph.replay()
+        return value.detach()
+
+    return replay
 
 
 # The value of --problem -> the problems, of the options.
@@ -250,13 +282,15 @@ PROBLEMS: dict[str, Callable[[argparse.Namespace], list[Problem]]] = {
         for channels, part, stride in DEPTHWISE
     ],
     "mobilenet_v2": lambda given: [_training_step(given.batch, given.pixels)],
+    "mobilenet_v2_captured": lambda given: [_training_step(given.batch, given.pixels, True)],
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problem", nargs="+", choices=PROBLEMS, default=["matmul", "conv"],
                         help="resnet18: its convolutions; depthwise: two of MobileNetV2; "
-                        "mobilenet_v2: its training step; default: matmul conv")  # fmt: skip
+                        "mobilenet_v2: its training step, kernel by kernel or captured in a CUDA "
+                        "graph; default: matmul conv")  # fmt: skip
     parser.add_argument("--multiplier", nargs="+", type=_multiplier,
                         default=list(approx.MULTIPLIERS), help="as layers take it: a name, a "
                         "family with its parameter, a file; default: all with a kernel of their "
@@ -374,7 +408,7 @@ def _row(
         "macs": problem.macs,
         "error": contender.error,
     }
-    for direction, passes in (("forward", 1), ("backward", 2)):
+    for direction, passes in (("forward", 1), ("backward", BACKWARD)):
         row[direction] = None
         if problem.macs is not None and (measured := contender.times_ms[direction]):
             times = percentiles(measured)
