@@ -2,6 +2,10 @@
 
 from hoconv.ops.approx.layers.approximate import ApproxConv2d as ApproxConv2d
 from hoconv.ops.approx.layers.approximate import ApproxLinear as ApproxLinear
+from hoconv.ops.approx.layers.approximate import ApproxMatmul as ApproxMatmul
+from hoconv.ops.approx.layers.attention import (
+    ApproxMultiheadAttention as ApproxMultiheadAttention,
+)
 from hoconv.ops.approx.layers.convert import Conversion as Conversion
 from hoconv.ops.approx.layers.convert import convert as convert
 from hoconv.ops.approx.layers.cost import LayerCost as LayerCost

@@ -9,12 +9,12 @@ import pytorch_lightning as pl
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hoconv.approx import ApproxConv2d, ApproxLinear, ModelCost, cost
+from hoconv.approx import ApproxConv2d, ApproxLinear, ApproxMatmul, ModelCost, cost
 from hoconv.ops.approx.layers.cost import energy_by_multiplier
 from training.configuration.errors import MisconfigurationException
 from training.results.record import logged_costs
 
-APPROXIMATE = ApproxConv2d, ApproxLinear
+APPROXIMATE = ApproxConv2d, ApproxLinear, ApproxMatmul
 
 
 class Cost(pl.Callback):

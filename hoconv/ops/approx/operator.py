@@ -102,6 +102,19 @@ def matmul(
         hoconv.dispatch.implementations.ImplementationError: `impl` names one that cannot run here.
     """
     a, b, multiplier = _check_operands("a", a, "b", b, multiplier)
+    check_matrices("a", a, "b", b)
+    name = resolve("approx_matmul", impl, a.device.type)
+    if isinstance(multiplier, OfIntegers):
+        return of_matrices(functools.partial(_table_matmul, multiplier, name), a, b)
+    return MATMUL.implementations[name].function(a, b, multiplier, gradient)
+
+
+def check_matrices(a_name: str, a: Tensor, b_name: str, b: Tensor) -> None:
+    """Checks that matrices have a product.
+
+    Raises:
+        ValueError: they have none.
+    """
     fits = a.dim() >= 2 and b.dim() >= 2 and a.shape[-1] == b.shape[-2]
     if fits and b.dim() > 2:
         try:
@@ -110,13 +123,9 @@ def matmul(
             fits = False
     if not fits:
         raise ValueError(
-            f"b: expected (K, N) or (..., K, N) for a of shape (..., M, K), got "
+            f"{b_name}: expected (K, N) or (..., K, N) for {a_name} of shape (..., M, K), got "
             f"{tuple(b.shape)} for {tuple(a.shape)}"
         )
-    name = resolve("approx_matmul", impl, a.device.type)
-    if isinstance(multiplier, OfIntegers):
-        return _of_matrices(functools.partial(_table_matmul, multiplier, name), a, b)
-    return MATMUL.implementations[name].function(a, b, multiplier, gradient)
 
 
 def conv2d(
@@ -227,7 +236,7 @@ def _matmul(
     def product(a: Tensor, b: Tensor) -> Tensor:
         return gradients.Matmul.of(a, b, entries, name, pair, impl)
 
-    return _of_matrices(product, a, b)
+    return of_matrices(product, a, b)
 
 
 def _table_matmul(table: OfIntegers, impl: str, a: Tensor, b: Tensor) -> Tensor:
@@ -236,7 +245,7 @@ def _table_matmul(table: OfIntegers, impl: str, a: Tensor, b: Tensor) -> Tensor:
     return table_matmul(a, b, table, impl=impl)
 
 
-def _of_matrices(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+def of_matrices(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
     """Computes a product of matrices with leading dimensions by one of (M, K) and (K, N), or of
     (B, M, K) and (B, K, N)."""
     if a.dim() == b.dim() == 2:

@@ -1,4 +1,4 @@
-"""Convolution and linear layers whose products go through an approximate multiplier.
+"""Convolutions, linear layers and products of two tensors through an approximate multiplier.
 
 With a multiplier of integers a layer quantises its input and its weight (quantization.py).
 
@@ -17,9 +17,22 @@ from hoconv.dispatch.implementations import check_name
 from hoconv.dispatch.registration import check_dense, get_parameter
 from hoconv.ops.approx.geometry import check_windows, pad_widths
 from hoconv.ops.approx.gradients import Gradient, kinds
-from hoconv.ops.approx.layers.quantization import Quantizer, quantized_conv2d, quantized_linear
+from hoconv.ops.approx.layers.quantization import (
+    Quantizer,
+    quantized_conv2d,
+    quantized_linear,
+    quantized_matmul,
+)
 from hoconv.ops.approx.mantissas import MantissaTable
-from hoconv.ops.approx.operator import CONV2D, MATMUL, check_derivative, conv2d, matmul
+from hoconv.ops.approx.operator import (
+    CONV2D,
+    MATMUL,
+    check_derivative,
+    check_matrices,
+    conv2d,
+    matmul,
+    of_matrices,
+)
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
 from hoconv.ops.approx.tables import OfIntegers
 
@@ -87,7 +100,8 @@ class ApproxConv2d(nn.Conv2d):
             padding_mode, device,
         )  # fmt: skip
         check_name(CONV2D, impl)
-        self.multiplier, self.gradient, self.quantizer = _choose(multiplier, gradient, device)
+        chosen = _choose(multiplier, gradient, device, out_channels)
+        self.multiplier, self.gradient, self.quantizer = chosen
         self.impl = impl
 
     @property
@@ -159,7 +173,8 @@ class ApproxLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device)
         check_name(MATMUL, impl)
-        self.multiplier, self.gradient, self.quantizer = _choose(multiplier, gradient, device)
+        chosen = _choose(multiplier, gradient, device, out_features)
+        self.multiplier, self.gradient, self.quantizer = chosen
         self.impl = impl
 
     def forward(self, input: Tensor) -> Tensor:
@@ -170,11 +185,7 @@ class ApproxLinear(nn.Linear):
                 f"input: expected (..., {self.in_features}), got shape {tuple(input.shape)}"
             )
         x = input if input.dim() > 1 else input.unsqueeze(0)
-        weight = get_parameter(self, "weight")
-        if self.quantizer is None:
-            out = matmul(x, weight.mT, self.multiplier, gradient=self.gradient, impl=self.impl)
-        else:
-            out = quantized_linear(x, weight, self.quantizer, self.impl)
+        out = _multiply_rows(self, x, get_parameter(self, "weight"))
         bias = get_parameter(self, "bias")
         if bias is not None:
             out = out + bias
@@ -184,14 +195,107 @@ class ApproxLinear(nn.Linear):
         return f"{super().extra_repr()}, {_describe(self)}"
 
 
+class Product(nn.Module):
+    """A layer without parameters; see :class:`Projection` about `rows`, None of two inputs."""
+
+    operator = MATMUL
+    quantizer: Quantizer | None
+
+    def __init__(
+        self, rows: int | None, multiplier: AnyMultiplier, gradient: Gradient | None, impl: str,
+        device: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_name(MATMUL, impl)
+        chosen = _choose(multiplier, gradient, device, rows)
+        self.multiplier, self.gradient, self.quantizer = chosen
+        self.impl = impl
+
+    def extra_repr(self) -> str:
+        return _describe(self)
+
+
+class ApproxMatmul(Product):
+    """:func:`torch.matmul` of matrices, whose multiplications, forward and backward, are
+    approximate: of the two products of attention, say.
+
+    Args:
+        multiplier, gradient, impl: as for :class:`ApproxConv2d`, for both operands. With a
+            multiplier of integers the range of each is tracked, in `quantizer.input` and
+            `quantizer.other`.
+        device: of the ranges.
+
+    Shape:
+        input (..., M, K), other (K, N) or (..., K, N) with leading dimensions that broadcast;
+        float32 -> output (..., M, N).
+
+    Raises:
+        ValueError: the shapes do not fit.
+        RuntimeError: as :class:`ApproxConv2d`.
+    """
+
+    def __init__(
+        self,
+        *,
+        multiplier: AnyMultiplier = "mbm16",
+        gradient: Gradient | None = None,
+        impl: str = "auto",
+        device: Any = None,
+    ) -> None:
+        super().__init__(None, multiplier, gradient, impl, device)
+
+    def forward(self, input: Tensor, other: Tensor) -> Tensor:
+        check_dense(input, "input")
+        check_dense(other, "other")
+        _check_unchanged(self)
+        check_matrices("input", input, "other", other)
+        if self.quantizer is None:
+            return matmul(input, other, self.multiplier, gradient=self.gradient, impl=self.impl)
+        quantizer, impl = self.quantizer, self.impl
+
+        def product(a: Tensor, b: Tensor) -> Tensor:
+            if a.dim() == 2:
+                return quantized_matmul(a[None], b[None], quantizer, impl)[0]
+            return quantized_matmul(a, b, quantizer, impl)
+
+        return of_matrices(product, input, other)
+
+
+class Projection(Product):
+    """The product of rows with a weight that a module around it has, approximate as in
+    :class:`ApproxLinear`.
+
+    Args:
+        rows: of the weight.
+        multiplier, gradient, impl, device: as for :class:`ApproxLinear`.
+
+    Shape:
+        input (..., K), weight (rows, K), float32 -> output (..., rows).
+    """
+
+    def forward(self, input: Tensor, weight: Tensor) -> Tensor:
+        _check_unchanged(self)
+        return _multiply_rows(self, input, weight)
+
+
+Approximate = ApproxConv2d | ApproxLinear | Product
+
+
+def _multiply_rows(layer: ApproxLinear | Projection, x: Tensor, weight: Tensor) -> Tensor:
+    """Computes x @ weight.mT as a layer says."""
+    if layer.quantizer is None:
+        return matmul(x, weight.mT, layer.multiplier, gradient=layer.gradient, impl=layer.impl)
+    return quantized_linear(x, weight, layer.quantizer, layer.impl)
+
+
 def _choose(
-    multiplier: AnyMultiplier, gradient: Gradient | None, device: Any
+    multiplier: AnyMultiplier, gradient: Gradient | None, device: Any, channels: int | None
 ) -> tuple[Any, Gradient, Quantizer | None]:
     """Returns the multiplier; the gradient, by default that of the kind of multiplier; and what
-    quantises the operands of one of integers."""
+    quantises the operands of one of integers, of which a weight has so many rows."""
     found = find(multiplier)
     if isinstance(found, OfIntegers):
-        quantizer = Quantizer(found, "ste" if gradient is None else gradient).to(device)
+        quantizer = Quantizer(found, "ste" if gradient is None else gradient, channels).to(device)
         return found, quantizer.gradient, quantizer
     gradient = "approx" if gradient is None else gradient
     pair = kinds(gradient)
@@ -200,7 +304,7 @@ def _choose(
     return found, gradient if isinstance(gradient, str) else pair, None
 
 
-def _check_unchanged(layer: ApproxConv2d | ApproxLinear) -> None:
+def _check_unchanged(layer: Approximate) -> None:
     """Checks that a layer quantises for the multiplier that it has, if that is one of integers; its
     gradient may become another."""
     own = layer.quantizer and layer.quantizer.multiplier
@@ -215,5 +319,5 @@ def _check_unchanged(layer: ApproxConv2d | ApproxLinear) -> None:
         layer.gradient = layer.quantizer.gradient
 
 
-def _describe(layer: ApproxConv2d | ApproxLinear) -> str:
+def _describe(layer: Approximate) -> str:
     return f"multiplier={layer.multiplier!r}, gradient={layer.gradient!r}, impl={layer.impl!r}"

@@ -9,21 +9,36 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from hoconv.ops.approx.accumulators import AnyAccumulator
 from hoconv.ops.approx.gradients import Gradient
 from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
+from hoconv.ops.approx.layers.attention import ApproxMultiheadAttention
 from hoconv.ops.approx.layers.quantization import Observed, Quantizer, WeightScales
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
 from hoconv.ops.approx.tables import OfIntegers
 
-_KINDS = {
-    nn.Conv2d: ApproxConv2d,
-    ApproxConv2d: ApproxConv2d,
-    nn.Linear: ApproxLinear,
-    ApproxLinear: ApproxLinear,
+# What is replaced -> PyTorch's class that computes the same exactly.
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv2d: nn.Conv2d,
+    ApproxConv2d: nn.Conv2d,
+    nn.Linear: nn.Linear,
+    ApproxLinear: nn.Linear,
+    NonDynamicallyQuantizableLinear: nn.Linear,  # the last one of attention
+    nn.MultiheadAttention: nn.MultiheadAttention,
+    ApproxMultiheadAttention: nn.MultiheadAttention,
 }
+# The tensors and modules that they have.
+_TENSORS = {
+    nn.Conv2d: {"weight", "bias", "quantizer"},
+    nn.Linear: {"weight", "bias", "quantizer"},
+    nn.MultiheadAttention: {
+        "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias",
+        "bias_k", "bias_v", "query", "key", "value", "scores", "mix", "out_proj",
+    },
+}  # fmt: skip
 # Modules that read the weights of their layers, at least sometimes, where others call the layer.
 _READERS = {"MultiheadAttention", "TransformerEncoderLayer", "ShiftedWindowAttention"}
 
@@ -36,7 +51,7 @@ class Conversion:
         model: the model that :func:`convert` was given, or the replacement of a layer by itself.
         replaced: name -> multiplier, of layers that are approximate now.
         left: name -> why, of other layers with weights. Products of two tensors that no layer
-            makes, as in attention, are not listed.
+            makes are not listed.
     """
 
     model: nn.Module
@@ -63,15 +78,16 @@ def convert(
     accumulator: AnyAccumulator = None,
     impl: str = "auto",
 ) -> Conversion:
-    """Replaces convolutions and linear layers of a model, in place, by approximate ones.
+    """Replaces convolutions, linear layers and attention of a model, in place, by approximate ones.
 
     Parameters stay the same objects, so that an optimizer keeps them, and tied weights stay tied;
     learned scales are new ones, for an optimizer that is made afterwards.
     Replaced are layers of exactly the types :class:`torch.nn.Conv2d`, :class:`torch.nn.Linear`,
-    :class:`hoconv.ApproxConv2d` and :class:`hoconv.ApproxLinear`. Left are subclasses of these,
-    which may compute anything; layers with hooks, parametrizations, a `forward` or tensors of their
-    own, or not in float32; and those of modules of PyTorch and torchvision that read weights of
-    their layers without calling these. Another module that does so computes as before.
+    :class:`torch.nn.MultiheadAttention`, whose `out_proj` is a layer of its own, and of the
+    approximate ones. Left are subclasses of these, which may compute anything; layers with hooks,
+    parametrizations, a `forward` or tensors of their own, or not in float32; and those of modules
+    of PyTorch and torchvision that read weights of their layers without calling these. Another
+    module that does so computes as before.
 
     Args:
         model: any model. If it is one of these layers itself, `model` of the result is its
@@ -128,19 +144,20 @@ def convert(
         elif number == 0 and skip_first:
             why = "the first layer"
         else:
-            why = _obstacle(layer) or _reader_of(model, own_names)
+            why = _obstacle(layer) or _reader_of(model, own_names, made)
         if why or multiplier is None:
             done.left |= dict.fromkeys(own_names, str(why))
             continue
         replacement = _make(layer, multiplier, gradient, impl)
-        if replacement.quantizer is not None:
-            replacement.quantizer.configure(replacement.weight, **options)
+        for part in replacement.modules():
+            if isinstance(part, Quantizer):
+                part.configure(**options)
         made |= dict.fromkeys(own_names, replacement)
         done.replaced |= dict.fromkeys(own_names, str(multiplier))
     for name, layer in made.items():  # after all errors
         parent, _, own = name.rpartition(".")
         if name:
-            setattr(model.get_submodule(parent), own, layer)
+            setattr(done.model.get_submodule(parent), own, layer)
         else:
             done.model = layer
     return done
@@ -158,14 +175,18 @@ def _check_defaults(options: Mapping[str, Any]) -> None:
 
 def _has_weights(module: nn.Module) -> bool:
     own = module.named_parameters(recurse=False)
-    plain = isinstance(module, nn.Conv2d | nn.Linear)
+    plain = isinstance(module, tuple(_TENSORS))
     return plain or any("weight" in name and p.dim() > 1 for name, p in own)
 
 
-def _reader_of(model: nn.Module, names: Sequence[str]) -> str | None:
-    """Returns why a layer cannot be replaced, if the module around it may read its weight."""
+def _reader_of(model: nn.Module, names: Sequence[str], made: Mapping[str, nn.Module]) -> str | None:
+    """Returns why a layer cannot be replaced, if the module around it may read its weight, unless
+    that is replaced, too."""
     for name in names:
-        parent = model.get_submodule(name.rpartition(".")[0])
+        around = name.rpartition(".")[0]
+        parent = made.get(around) or model.get_submodule(around)
+        if isinstance(parent, ApproxMultiheadAttention):
+            continue
         for kind in type(parent).__mro__:
             if kind.__name__ in _READERS and name:
                 return f"{kind.__name__} may read its weight without calling it"
@@ -182,8 +203,9 @@ def _obstacle(layer: nn.Module) -> str | None:
     kind = type(layer).__name__
     if parametrize.is_parametrized(layer):
         return "it has parametrizations"
-    if type(layer) not in _KINDS:
-        plain = next((base for base in (nn.Conv2d, nn.Linear) if isinstance(layer, base)), None)
+    plain = _KINDS.get(type(layer))
+    if plain is None:
+        plain = next((base for base in _TENSORS if isinstance(layer, base)), None)
         return (
             f"{kind} may not compute what {plain.__name__} does"
             if plain
@@ -191,9 +213,8 @@ def _obstacle(layer: nn.Module) -> str | None:
         )
     if "forward" in vars(layer):
         return "its forward is one of its own"
-    plain = type(layer).__mro__[0 if type(layer) in (nn.Conv2d, nn.Linear) else 1]
-    tensors = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}
-    if extra := next(iter(tensors - {"quantizer"}), None):
+    tensors = {*layer._parameters, *layer._buffers, *layer._modules}
+    if extra := next(iter(tensors - _TENSORS[plain]), None):
         return f"it has {extra!r}, which a {plain.__name__} has not"
     hooks = (name for name, value in vars(layer).items() if name.endswith("_hooks") and value)
     if name := next(hooks, None):
@@ -204,23 +225,32 @@ def _obstacle(layer: nn.Module) -> str | None:
 
 def _make(
     layer: nn.Module, multiplier: AnyMultiplier, gradient: Gradient | None, impl: str
-) -> ApproxConv2d | ApproxLinear:
+) -> nn.Module:
     options: Any = {"multiplier": multiplier, "gradient": gradient, "impl": impl}
-    made: ApproxConv2d | ApproxLinear
+    made: nn.Module
     with torch.random.fork_rng(devices=[]):  # its own parameters are drawn, and go
         if isinstance(layer, nn.Conv2d):
             names = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
             options |= {name: getattr(layer, name) for name in names}
             has_bias = layer.bias is not None
             made = ApproxConv2d(layer.in_channels, layer.out_channels, bias=has_bias, **options)
+        elif isinstance(layer, nn.MultiheadAttention):
+            names = ("dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
+            options |= {name: getattr(layer, name) for name in names}
+            options |= {"add_bias_kv": layer.bias_k is not None}
+            has_bias = layer.in_proj_bias is not None
+            made = ApproxMultiheadAttention(
+                layer.embed_dim, layer.num_heads, bias=has_bias, **options
+            )
+            made.out_proj = layer.out_proj
         else:
             assert isinstance(layer, nn.Linear)
             made = ApproxLinear(
                 layer.in_features, layer.out_features, layer.bias is not None, **options
             )
-    made.to(layer.weight.device)
-    for name in ("weight", "bias"):
-        made.register_parameter(name, getattr(layer, name))
+    made.to(next(layer.parameters(recurse=False)).device)
+    for name, parameter in layer._parameters.items():
+        made.register_parameter(name, parameter)
     for name, value in vars(layer).items():  # attributes of a user
         if name not in vars(made) and name not in made._modules:
             setattr(made, name, value)

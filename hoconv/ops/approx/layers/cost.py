@@ -13,15 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
+from hoconv.ops.approx.layers.approximate import (
+    ApproxConv2d,
+    Approximate,
+    ApproxLinear,
+    ApproxMatmul,
+    Product,
+    Projection,
+)
 from hoconv.ops.approx.sources.c_functions import CFunction
 from hoconv.ops.approx.sources.find import Found, find
 from hoconv.ops.approx.tables import LookupTable, OfIntegers
 
 _TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
-_COUNTED = nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.Linear
+_COUNTED = nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED, nn.Linear, Product
 # In figures of a circuit: mW, ns and um2.
 _POWER, _DELAY, _AREA = "PDK45_PWR", "PDK45_DELAY", "PDK45_AREA"
 
@@ -94,9 +102,10 @@ def cost(
 
     The model is called once, in evaluation mode and with exact products, so that it need not have
     been trained; it is left as it was. Counted are calls of :class:`torch.nn.Linear`, of
-    convolutions of one to three dimensions, also transposed, and of subclasses of these. Not
-    counted are products of other layers, of attention's projections and TorchScript among them,
-    biases, and what quantising takes. Of a layer that torch.vmap calls, one sample is counted.
+    convolutions of one to three dimensions, also transposed, of subclasses of these, and of
+    approximate layers. Not counted are products of other layers, of PyTorch's attention and
+    TorchScript among them, biases, and what quantising takes. Of a layer that torch.vmap calls,
+    one sample is counted.
 
     The energy of a multiplication is power times delay, of a circuit whose C file says both
     (``PDK45_PWR`` in mW, ``PDK45_DELAY`` in ns; :attr:`hoconv.approx.LookupTable.figures`), in pJ.
@@ -178,7 +187,8 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, int]:
         # An output is a sum of as many products as a row of the weight has numbers; in a
         # transposed convolution an input is an operand of as many.
         numbers = x if isinstance(layer, _TRANSPOSED) else out
-        counts[layer] += numbers.numel() * layer.weight[0].numel()
+        terms = x.shape[-1] if isinstance(layer, Product) else layer.weight[0].numel()
+        counts[layer] += numbers.numel() * terms
 
     # With hooks, PyTorch's encoders of transformers call the layers that else a fused kernel reads.
     # Before hooks of a user, which may change the output.
@@ -199,12 +209,18 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> dict[nn.Module, int]:
 def _exact_products(layers: Mapping[nn.Module, int]) -> Iterator[None]:
     """Lets approximate layers compute what those of PyTorch do, unless their forward is of a
     user."""
-    plain = {ApproxConv2d.forward: nn.Conv2d.forward, ApproxLinear.forward: nn.Linear.forward}
-    own = (ApproxConv2d, ApproxLinear)
+    plain = {
+        ApproxConv2d.forward: nn.Conv2d.forward,
+        ApproxLinear.forward: nn.Linear.forward,
+        ApproxMatmul.forward: lambda layer, input, other: input @ other,
+        Projection.forward: lambda layer, input, weight: F.linear(input, weight),
+    }
     replaced: list[Any] = [
         layer
         for layer in layers
-        if isinstance(layer, own) and type(layer).forward in plain and "forward" not in vars(layer)
+        if isinstance(layer, Approximate)
+        and type(layer).forward in plain
+        and "forward" not in vars(layer)
     ]
     for layer in replaced:
         layer.forward = functools.partial(plain[type(layer).forward], layer)
@@ -230,7 +246,7 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
 def _of_layer(
     name: str, layer: Any, multiplications: int, known: Mapping[Hashable, float]
 ) -> LayerCost:
-    is_approximate = isinstance(layer, ApproxConv2d | ApproxLinear)
+    is_approximate = isinstance(layer, Approximate)
     multiplier = layer.multiplier if is_approximate else "exact"
     figures = multiplier.figures if isinstance(multiplier, OfIntegers) else {}
     power, delay = figures.get(_POWER), figures.get(_DELAY)

@@ -213,29 +213,39 @@ def is_per_channel(weight_scales: WeightScales) -> bool:
 
 
 class Quantizer(nn.Module):
-    """Quantises the input and the weight of a layer; tracks the input's range in training.
+    """Quantises the operands of a layer: its input and its weight, or two inputs; tracks the ranges
+    of inputs in training.
+
+    Args:
+        multiplier: of integers.
+        gradient: what the layer's gradient is; see :func:`choose`.
+        channels: of the output, as many as the weight has rows; None of a product of two inputs.
 
     Attributes:
-        multiplier: of integers.
-        gradient: what the layer's gradient was chosen to be; see :func:`choose`.
         per_channel: whether the weight has a scale for each channel of the output.
         input: the observer of its range.
+        other: that of the second input; None of a weight, whose range is computed in every call.
         input_scale, weight_scale: the scales if they are learned, else None.
     """
 
-    def __init__(self, multiplier: OfIntegers, gradient: Any = "ste") -> None:
+    other: Observer | None
+
+    def __init__(
+        self, multiplier: OfIntegers, gradient: Any = "ste", channels: int | None = None
+    ) -> None:
         super().__init__()
         self.multiplier = multiplier
+        self.channels = channels
         self.per_channel = False
         self.accumulator = None
         self.input = Observer()
+        self.other = Observer() if channels is None else None
         self.input_scale: LearnedScale | None = None
         self.weight_scale: LearnedScale | None = None
         self.choose_gradient(gradient)
 
     def configure(
         self,
-        weight: Tensor,
         *,
         observer: Observed = "moving_average",
         momentum: float = 0.01,
@@ -243,17 +253,20 @@ class Quantizer(nn.Module):
         learn_scales: bool = False,
         accumulator: AnyAccumulator = None,
     ) -> None:
-        """Sets the options of :class:`hoconv.approx.TableConv2d`, for a weight of that shape, on
-        its device; nothing is known of any range then."""
-        self.input = Observer(observer, momentum, self.multiplier.bits[0])
-        self.per_channel = is_per_channel(weight_scales)
+        """Sets the options of :class:`hoconv.approx.TableConv2d`; nothing is known of any range
+        then. A product of two inputs has no weight: each has a scale."""
+        device, (bits_of_x, bits_of_other) = self.input.least.device, self.multiplier.bits
+        self.input = Observer(observer, momentum, bits_of_x)
+        if self.other is not None:
+            self.other = Observer(observer, momentum, bits_of_other)
+        self.per_channel = is_per_channel(weight_scales) and self.channels is not None
         if not isinstance(learn_scales, bool):
             raise ValueError(f"learn_scales: expected True or False, got {learn_scales!r}")
         if learn_scales:
             self.input_scale = LearnedScale()
-            self.weight_scale = LearnedScale(weight.shape[0] if self.per_channel else None)
+            self.weight_scale = LearnedScale(self.channels if self.per_channel else None)
         self.accumulator = accumulator
-        self.to(weight.device).train(self.training)
+        self.to(device).train(self.training)
 
     def choose_gradient(self, gradient: Any) -> None:
         """Sets the gradient; errors are those of :func:`choose`."""
@@ -310,19 +323,24 @@ class Quantizer(nn.Module):
         return OPS[resolve("approx_matmul", impl, x.device.type)]
 
     def forward(self, x: Tensor, weight: Tensor, ops: Ops = OPS["reference"]) -> Any:
-        if x.dtype in (torch.float16, torch.bfloat16) and autocasts(x.device.type):
-            x = x.float()
-        for name, t in (("input", x), ("weight", weight)):
+        if autocasts(x.device.type):
+            x, weight = (
+                t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (x, weight)
+            )
+        for name, t in (("input", x), ("weight" if self.other is None else "other", weight)):
             if t.dtype != torch.float32:
                 raise TypeError(f"{name}: expected float32, got {t.dtype}; convert it, or use "
                                 "autocast, which does")  # fmt: skip
         if not torch.compiler.is_compiling():
             self._check_transforms(x, weight)
         if not self._has_first_scale():
-            if self.input.training:
-                self.input(x.detach(), ops.range_of_batches)
-            if not self.input.least.is_meta:
-                self.input.check_known()
+            for observer, t in ((self.input, x), (self.other, weight)):
+                if observer is None:
+                    continue
+                if observer.training:
+                    observer(t.detach(), ops.range_of_batches)
+                if not observer.least.is_meta:
+                    observer.check_known()
         bits_of_x, bits_of_weight = self.multiplier.bits
         of_x, of_weight = self._scales(weight.detach(), ops)
         x, *of_x = self._quantize(x, *of_x, bits_of_x, self.input_scale)
@@ -353,9 +371,11 @@ class Quantizer(nn.Module):
     def _scales(
         self, weight: Tensor, ops: Ops
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Returns the scale and zero point of the input's range, and those of the weight."""
+        """Returns the scale and zero point of the input's range, and those of the other operand."""
         signed, (bits_of_x, bits_of_weight) = self.multiplier.signed, self.multiplier.bits
         of_x = ops.affine(self.input.least, self.input.most, bits_of_x, signed)
+        if self.other is not None:
+            return of_x, ops.affine(self.other.least, self.other.most, bits_of_weight, signed)
         if not self.per_channel:
             return of_x, ops.affine(*weight.aminmax(), bits_of_weight, signed)
         scales, zero_point = symmetric(weight, bits_of_weight, signed)
@@ -403,3 +423,13 @@ def quantized_linear(x: Tensor, weight: Tensor, quantizer: Quantizer, impl: str)
     out = ops.integer_product(rows, weight.mT[None], *grids)
     out = out.reshape(*x.shape[:-1], weight.shape[0])
     return out if scales is None else out * scales
+
+
+def quantized_matmul(a: Tensor, b: Tensor, quantizer: Quantizer, impl: str) -> Tensor:
+    """The product of two quantised inputs a (B, M, K) and b (B, K, N), float32.
+
+    Returns: (B, M, N), float32.
+    """
+    ops = quantizer.ops(a, a.shape[-1], impl)
+    a, b, grids, _ = quantizer.grids(a, b, ops)
+    return ops.integer_product(a, b, *grids)

@@ -65,7 +65,7 @@ class TableConv2d(ApproxConv2d):
             multiplier=table, gradient=gradient, impl=impl, device=device,
         )  # fmt: skip
         self.quantizer.configure(
-            self.weight, observer=observer, momentum=momentum, weight_scales=weight_scales,
+            observer=observer, momentum=momentum, weight_scales=weight_scales,
             learn_scales=learn_scales, accumulator=accumulator,
         )  # fmt: skip
 
@@ -104,6 +104,6 @@ class TableLinear(ApproxLinear):
             device=device,
         )  # fmt: skip
         self.quantizer.configure(
-            self.weight, observer=observer, momentum=momentum, weight_scales=weight_scales,
+            observer=observer, momentum=momentum, weight_scales=weight_scales,
             learn_scales=learn_scales, accumulator=accumulator,
         )  # fmt: skip
