@@ -22,7 +22,8 @@ class ApproxMultiheadAttention(nn.MultiheadAttention):
     projections, of queries with keys, and of their weights with values.
 
     Arguments, initialisation and parameters are those of that class. Biases, masks and the softmax
-    are exact, and so is the factor 1 / sqrt(D) of the queries.
+    are exact, and so is the factor 1 / sqrt(D) of the queries. The weights of a query that sees no
+    key are zeros; that class has NaN for them where it returns weights.
 
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
@@ -37,7 +38,9 @@ class ApproxMultiheadAttention(nn.MultiheadAttention):
         as of :class:`torch.nn.MultiheadAttention`, float32.
 
     Raises:
-        ValueError: an argument is out of range; `is_causal` without `attn_mask`.
+        ValueError: an argument is out of range; a shape does not fit; `is_causal` without
+            `attn_mask`.
+        TypeError: a mask that is neither of bool nor of floats.
         RuntimeError, NotImplementedError: as :class:`hoconv.ApproxConv2d`.
     """
 
@@ -73,6 +76,8 @@ class ApproxMultiheadAttention(nn.MultiheadAttention):
         with torch.random.fork_rng(devices=[]):  # its own parameters are drawn, and go
             self.out_proj = ApproxLinear(embed_dim, embed_dim, bias, **options, device=device)
         self.out_proj.weight, self.out_proj.bias = out.weight, out.bias
+        # PyTorch's encoders then call this module, and do not read its weights.
+        self._qkv_same_embed_dim = False
 
     def forward(
         self,
@@ -100,7 +105,8 @@ class ApproxMultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        mask = _join_masks(key_padding_mask, attn_mask, self.num_heads)
+        self._check_sizes(query, key, value)
+        mask = _join_masks(key_padding_mask, attn_mask, query, key, self.num_heads)
 
         q, k, v = self._project(query, key, value)
         added = 0
@@ -113,9 +119,14 @@ class ApproxMultiheadAttention(nn.MultiheadAttention):
             added += 1
         q, k, v = (t.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
         scores = self.scores(q * self.head_dim**-0.5, k.mT)  # (B, H, L, S)
-        if mask is not None:
-            scores = scores + F.pad(mask, (0, added))
-        weights = F.dropout(scores.softmax(-1), self.dropout, self.training)
+        if mask is None:
+            weights = scores.softmax(-1)
+        else:
+            mask = F.pad(mask, (0, added))
+            sees_none = mask.isneginf().all(-1, keepdim=True)
+            weights = (scores + mask).masked_fill(sees_none, 0).softmax(-1)
+            weights = weights.masked_fill(sees_none, 0)
+        weights = F.dropout(weights, self.dropout, self.training)
         out = self.out_proj(self.mix(weights, v).transpose(1, 2).flatten(2))
 
         shown = None
@@ -124,6 +135,20 @@ class ApproxMultiheadAttention(nn.MultiheadAttention):
         if not is_batch:
             return out.squeeze(0), None if shown is None else shown.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), shown
+
+    def _check_sizes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        batch, keys = key.shape[:2]
+        expected = {
+            "query": (query, batch, query.shape[1], self.embed_dim),
+            "key": (key, batch, keys, self.kdim),
+            "value": (value, batch, keys, self.vdim),
+        }
+        for name, (t, *shape) in expected.items():
+            if [*t.shape] != shape:
+                raise ValueError(
+                    f"{name}: expected a batch of {shape[0]} with {shape[1]} vectors of {shape[2]} "
+                    f"features, for keys of shape {tuple(key.shape)}; got {tuple(t.shape)}"
+                )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Returns queries (B, L, E), keys and values (B, S, E)."""
@@ -142,21 +167,36 @@ class ApproxMultiheadAttention(nn.MultiheadAttention):
         return tuple(t if b is None else t + b for t, b in zip(products, biases, strict=True))
 
 
-def _join_masks(padding: Tensor | None, pairs: Tensor | None, heads: int) -> Tensor | None:
+def _join_masks(
+    padding: Tensor | None, pairs: Tensor | None, query: Tensor, key: Tensor, heads: int
+) -> Tensor | None:
     """Returns what is added to the scores (B, H, L, S), where True of a mask is minus infinity.
 
     Args:
         padding: (B, S). pairs: (L, S) or (B * H, L, S). Either is of bool, or is added.
+        query, key: (B, L, E) and (B, S, E).
     """
-    masks = []
-    if padding is not None:
-        masks.append(padding[:, None, None])
-    if pairs is not None:
-        masks.append(pairs if pairs.dim() == 2 else pairs.unflatten(0, (-1, heads)))
-    added = [
-        torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -torch.inf)
-        if mask.dtype == torch.bool
-        else mask
-        for mask in masks
-    ]
+    (B, L), S = query.shape[:2], key.shape[1]
+    added = []
+    for name, mask, shapes in (
+        ("key_padding_mask", padding, [(B, S)]),
+        ("attn_mask", pairs, [(L, S), (B * heads, L, S)]),
+    ):
+        if mask is None:
+            continue
+        if mask.shape not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(mask.shape)}")
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -torch.inf)
+        elif not mask.is_floating_point():
+            raise TypeError(
+                f"{name}: expected bool, True for what is not seen, or floats, which are added; "
+                f"got {mask.dtype}"
+            )
+        if name == "key_padding_mask":
+            mask = mask[:, None, None]
+        elif mask.dim() == 3:
+            mask = mask.unflatten(0, (B, heads))
+        added.append(mask)
     return sum(added[1:], added[0]) if added else None

@@ -14,7 +14,12 @@ from torch.nn.utils import parametrize
 
 from hoconv.ops.approx.accumulators import AnyAccumulator
 from hoconv.ops.approx.gradients import Gradient
-from hoconv.ops.approx.layers.approximate import ApproxConv2d, ApproxLinear
+from hoconv.ops.approx.layers.approximate import (
+    ApproxConv2d,
+    ApproxLinear,
+    ApproxMatmul,
+    Projection,
+)
 from hoconv.ops.approx.layers.attention import ApproxMultiheadAttention
 from hoconv.ops.approx.layers.quantization import Observed, Quantizer, WeightScales
 from hoconv.ops.approx.sources.find import AnyMultiplier, find
@@ -29,6 +34,7 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {
     NonDynamicallyQuantizableLinear: nn.Linear,  # the last one of attention
     nn.MultiheadAttention: nn.MultiheadAttention,
     ApproxMultiheadAttention: nn.MultiheadAttention,
+    ApproxMatmul: ApproxMatmul,
 }
 # The tensors and modules that they have.
 _TENSORS = {
@@ -38,6 +44,7 @@ _TENSORS = {
         "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias",
         "bias_k", "bias_v", "query", "key", "value", "scores", "mix", "out_proj",
     },
+    ApproxMatmul: {"quantizer"},
 }  # fmt: skip
 # Modules that read the weights of their layers, at least sometimes, where others call the layer.
 _READERS = {"MultiheadAttention", "TransformerEncoderLayer", "ShiftedWindowAttention"}
@@ -51,7 +58,7 @@ class Conversion:
         model: the model that :func:`convert` was given, or the replacement of a layer by itself.
         replaced: name -> multiplier, of layers that are approximate now.
         left: name -> why, of other layers with weights. Products of two tensors that no layer
-            makes are not listed.
+            makes are not listed, and those of attention are part of it.
     """
 
     model: nn.Module
@@ -83,11 +90,11 @@ def convert(
     Parameters stay the same objects, so that an optimizer keeps them, and tied weights stay tied;
     learned scales are new ones, for an optimizer that is made afterwards.
     Replaced are layers of exactly the types :class:`torch.nn.Conv2d`, :class:`torch.nn.Linear`,
-    :class:`torch.nn.MultiheadAttention`, whose `out_proj` is a layer of its own, and of the
-    approximate ones. Left are subclasses of these, which may compute anything; layers with hooks,
-    parametrizations, a `forward` or tensors of their own, or not in float32; and those of modules
-    of PyTorch and torchvision that read weights of their layers without calling these. Another
-    module that does so computes as before.
+    :class:`torch.nn.MultiheadAttention`, whose `out_proj` is a layer of its own, and the
+    approximate ones, :class:`hoconv.ApproxMatmul` among them. Left are subclasses of these, which
+    may compute anything; layers with hooks, parametrizations, a `forward` or tensors of their own,
+    or not in float32; and those of modules of PyTorch and torchvision that read weights of their
+    layers without calling these. Another module that does so computes as before.
 
     Args:
         model: any model. If it is one of these layers itself, `model` of the result is its
@@ -122,13 +129,10 @@ def convert(
     }  # fmt: skip
     if not any(isinstance(multiplier, OfIntegers) for multiplier in found.values()):
         _check_defaults(options)
-    layers: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if _has_weights(module):
-            layers.setdefault(module, []).append(name)
+    layers = _layers(model)
     names = [name for each in layers.values() for name in each]
     if not names:
-        raise ValueError("model: it has no layers with weights")
+        raise ValueError("model: it has no layers with weights, and no products of tensors")
     for pattern in patterns:
         if not any(_fits(pattern, name) for name in names):
             raise ValueError(
@@ -160,6 +164,11 @@ def convert(
             setattr(done.model.get_submodule(parent), own, layer)
         else:
             done.model = layer
+    for module in done.model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(
+            isinstance(part, ApproxMultiheadAttention) for part in module.modules()
+        ):
+            module.use_nested_tensor = False  # which a kernel of PyTorch's attention takes
     return done
 
 
@@ -173,18 +182,31 @@ def _check_defaults(options: Mapping[str, Any]) -> None:
             )
 
 
-def _has_weights(module: nn.Module) -> bool:
-    own = module.named_parameters(recurse=False)
-    plain = isinstance(module, tuple(_TENSORS))
-    return plain or any("weight" in name and p.dim() > 1 for name, p in own)
+def _layers(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Returns the layers of a model, with their names: those with weights, and products of two
+    tensors, but for those of attention."""
+    layers: dict[nn.Module, list[str]] = {}
+    parts: set[nn.Module] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, ApproxMultiheadAttention):
+            parts |= {module.scores, module.mix}
+        own = module.named_parameters(recurse=False)
+        is_plain = isinstance(module, tuple(_TENSORS)) and module not in parts
+        if is_plain or any("weight" in name and p.dim() > 1 for name, p in own):
+            layers.setdefault(module, []).append(name)
+    return layers
 
 
 def _reader_of(model: nn.Module, names: Sequence[str], made: Mapping[str, nn.Module]) -> str | None:
-    """Returns why a layer cannot be replaced, if the module around it may read its weight, unless
-    that is replaced, too."""
+    """Returns why a layer cannot be replaced, if the module around it may read its weight."""
     for name in names:
-        around = name.rpartition(".")[0]
+        around, _, own = name.rpartition(".")
         parent = made.get(around) or model.get_submodule(around)
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            attention = made.get(f"{around}.self_attn".lstrip(".")) or parent.self_attn
+            # It reads no weights where its attention is none of PyTorch's.
+            if own == "self_attn" or isinstance(attention, ApproxMultiheadAttention):
+                continue
         if isinstance(parent, ApproxMultiheadAttention):
             continue
         for kind in type(parent).__mro__:
@@ -216,11 +238,32 @@ def _obstacle(layer: nn.Module) -> str | None:
     tensors = {*layer._parameters, *layer._buffers, *layer._modules}
     if extra := next(iter(tensors - _TENSORS[plain]), None):
         return f"it has {extra!r}, which a {plain.__name__} has not"
-    hooks = (name for name, value in vars(layer).items() if name.endswith("_hooks") and value)
-    if name := next(hooks, None):
-        return f"it has {name.strip('_').replace('_', ' ')}"
+    if hooks := _hooks(layer):
+        return f"it has {hooks}"
+    if isinstance(layer, nn.MultiheadAttention) and (why := _obstacle_within(layer)):
+        return why
     other = (p.dtype for p in layer.parameters(recurse=False) if p.dtype != torch.float32)
     return next((f"it has {dtype} parameters" for dtype in other), None)
+
+
+def _obstacle_within(layer: nn.MultiheadAttention) -> str | None:
+    """Returns why attention cannot be replaced because of its parts."""
+    if not isinstance(layer, ApproxMultiheadAttention):  # it does not call its last projection
+        why = _obstacle(layer.out_proj)
+        return why and f"of its out_proj: {why}"
+    for name in ("query", "key", "value", "scores", "mix"):
+        part = getattr(layer, name)
+        if type(part) not in (Projection, ApproxMatmul):
+            return f"its {name} is one of its own"
+        if hooks := _hooks(part):
+            return f"its {name} has {hooks}"
+    return None
+
+
+def _hooks(module: nn.Module) -> str | None:
+    """Returns which hooks a module has, if any."""
+    found = (name for name, value in vars(module).items() if name.endswith("_hooks") and value)
+    return next((name.strip("_").replace("_", " ") for name in found), None)
 
 
 def _make(
@@ -234,6 +277,8 @@ def _make(
             options |= {name: getattr(layer, name) for name in names}
             has_bias = layer.bias is not None
             made = ApproxConv2d(layer.in_channels, layer.out_channels, bias=has_bias, **options)
+        elif isinstance(layer, ApproxMatmul):
+            made = ApproxMatmul(**options)
         elif isinstance(layer, nn.MultiheadAttention):
             names = ("dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
             options |= {name: getattr(layer, name) for name in names}
@@ -248,7 +293,9 @@ def _make(
             made = ApproxLinear(
                 layer.in_features, layer.out_features, layer.bias is not None, **options
             )
-    made.to(next(layer.parameters(recurse=False)).device)
+    for tensor in (*layer.parameters(recurse=False), *layer.buffers()):
+        made.to(tensor.device)
+        break
     for name, parameter in layer._parameters.items():
         made.register_parameter(name, parameter)
     for name, value in vars(layer).items():  # attributes of a user

@@ -217,13 +217,42 @@ def test_attention_in_evaluation_is_the_same_alone_and_in_a_batch() -> None:
     assert torch.equal(again.eval()(x, x, x)[0], layer(x, x, x)[0])
 
 
+@pytest.mark.parametrize("multiplier", ["exact", BITS8], ids=["floats", "integers"])
+def test_a_query_that_sees_no_key_has_no_weights(multiplier: str | LookupTable) -> None:
+    """As without weights in PyTorch; the ranges of integers are still known."""
+    layer = ApproxMultiheadAttention(8, 2, batch_first=True, multiplier=multiplier)
+    x = torch.randn(2, 3, 8).requires_grad_()
+    padding = torch.tensor([[False, True, False], [True, True, True]])
+    out, weights = layer(x, x, x, key_padding_mask=padding)
+    assert torch.equal(out[1], layer.out_proj.bias.expand(3, 8))
+    assert weights is not None
+    assert not weights[1].any()
+    torch.testing.assert_close(weights[0].sum(-1), torch.ones(3))
+    out.square().sum().backward()
+    gradients = [x.grad, *(p.grad for p in layer.parameters())]
+    assert all(g is not None and g.isfinite().all() for g in gradients)
+
+
 def test_wrong_calls_of_attention_are_refused() -> None:
-    layer = ApproxMultiheadAttention(8, 2)
-    x = torch.zeros(3, 2, 8)
+    layer = ApproxMultiheadAttention(8, 2, batch_first=True)
+    x = torch.zeros(3, 4, 8)
     with pytest.raises(ValueError, match="key: expected 3 dimensions, or 2 of all three"):
         layer(x, x[0], x)
+    for inputs, name in (((x, x, x[:, :2]), "value"), ((x[:1], x, x), "query"),
+                         ((x[..., :4], x, x), "query"), ((x, x[..., :4], x), "key")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"^{name}: expected a batch of 3 with 4 vectors of"):
+            layer(*inputs)
     with pytest.raises(ValueError, match="is_causal: expected attn_mask, too"):
         layer(x, x, x, is_causal=True)
+    for mask in (torch.zeros(3, 4, 4), torch.zeros(1, 4), torch.zeros(1, 3, 2, 4)):
+        with pytest.raises(ValueError, match=r"attn_mask: expected shape \(4, 4\) or \(6, 4, 4\)"):
+            layer(x, x, x, attn_mask=mask)
+    with pytest.raises(
+        ValueError, match=r"key_padding_mask: expected shape \(3, 4\), got \(1, 4\)"
+    ):
+        layer(x, x, x, key_padding_mask=torch.zeros(1, 4))
+    with pytest.raises(TypeError, match=r"attn_mask: expected bool.*got torch\.int64"):
+        layer(x, x, x, attn_mask=torch.zeros(4, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match="multiplier: "):
         ApproxMultiheadAttention(8, 2, multiplier="no such")
 
@@ -270,6 +299,55 @@ def test_convert_replaces_attention() -> None:
     assert (out - expected).norm() < 0.03 * expected.norm()
     names = [name for name, _ in model.named_buffers()]
     assert "attention.scores.quantizer.other.least" in names
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_pytorchs_encoder_calls_approximate_attention(by_hand: bool) -> None:
+    """In evaluation, without gradients, it reads the weights of its own."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 5, 8)
+    exact = encoder(x)
+    if by_hand:
+        encoder.use_nested_tensor = False
+        for each in encoder.layers:
+            ours: Any = ApproxMultiheadAttention(8, 2, batch_first=True, multiplier="mbm10")
+            ours.load_state_dict(each.self_attn.state_dict())  # pyright: ignore
+            each.self_attn = ours
+    else:
+        done = approx.convert(encoder, "mbm10")
+        assert not done.left
+        assert len(done.replaced) == 2 * 4
+    encoder.eval()
+    out = encoder(x)
+    assert not torch.allclose(out, exact, atol=1e-3)
+    with torch.no_grad():
+        assert torch.equal(encoder(x), out)
+        assert torch.equal(encoder(x, src_key_padding_mask=torch.zeros(2, 5).bool()), out)
+
+
+def test_attention_that_convert_would_change_is_left() -> None:
+    class Twice(nn.Linear):
+        pass
+
+    model, other = Block(), Block()
+    model.attention.out_proj = Twice(8, 8)  # pyright: ignore[reportAttributeAccessIssue]
+    other.attention.out_proj.register_forward_hook(lambda *_: None)
+    for each, why in ((model, "Twice may not compute what Linear does"), (other, "forward hooks")):
+        done = approx.convert(each, "exact")
+        assert [*done.replaced] == ["last"]
+        assert done.left["attention"].startswith("of its out_proj: ")
+        assert why in done.left["attention"]
+    again = approx.convert(Block(), "exact").model
+    again.attention.mix.register_forward_hook(lambda *_: None)  # pyright: ignore
+    assert approx.convert(again, "mbm10").left == {"attention": "its mix has forward hooks"}
+
+
+def test_convert_replaces_products_of_inputs() -> None:
+    model = nn.ModuleDict({"product": ApproxMatmul(multiplier="mbm10"), "last": nn.Linear(2, 2)})
+    done = approx.convert(model, {"product": BITS8, "*": "exact"})
+    assert [*done.replaced] == ["product", "last"]
+    assert model["product"].multiplier is BITS8
 
 
 def test_patterns_choose_parts_of_attention() -> None:
