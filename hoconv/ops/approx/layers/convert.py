@@ -203,8 +203,9 @@ def _reader_of(model: nn.Module, names: Sequence[str], made: Mapping[str, nn.Mod
         around, _, own = name.rpartition(".")
         parent = made.get(around) or model.get_submodule(around)
         if isinstance(parent, nn.TransformerEncoderLayer):
-            attention = made.get(f"{around}.self_attn".lstrip(".")) or parent.self_attn
-            # It reads no weights where its attention is none of PyTorch's.
+            attention = made.get(f"{around}.self_attn".lstrip("."))
+            attention = attention or getattr(parent, "self_attn", None)
+            # It calls its layers, and reads no weights, where its attention is approximate.
             if own == "self_attn" or isinstance(attention, ApproxMultiheadAttention):
                 continue
         if isinstance(parent, ApproxMultiheadAttention):

@@ -121,6 +121,8 @@ def test_layers_whose_weights_others_read_are_left() -> None:
     assert [*done.replaced] == ["head"]
     why = done.left["encoder.linear1"]
     assert why == "TransformerEncoderLayer may read its weight without calling it"
+    del layer.self_attn
+    assert approx.convert(layer, "mbm10").left == {"linear1": why, "linear2": why}
 
 
 def test_a_layer_of_floats_becomes_one_of_integers_and_back() -> None:
