@@ -13,6 +13,7 @@ import pytest
 
 from hoconv.tools.judging.command import Options, judge
 from hoconv.tools.judging.definition import read
+from hoconv.tools.judging.record import WRONG
 from hoconv.tools.judging.session import Starter
 from hoconv.tools.judging.verdict import Verdict
 
@@ -54,9 +55,10 @@ def test_exploit_is_caught_by_name(
     names = [finding.name for finding in verdict.findings]
     if caught == "nothing":
         assert (verdict.outcome, verdict.findings) == ("correct", [])
-    elif caught == "seldom":
-        assert set(names) <= {"wrong result", "wrong in one of many calls"}
+    elif caught in ("seldom", "in any call"):  # a fault at random: chance picks the call
+        assert set(names) <= set(WRONG.values())
         assert verdict.rarest() > 1e-4
+        assert caught == "seldom" or verdict.outcome == "wrong"
     elif any(caught in said for said in verdict.provenance()):
         assert verdict.outcome == "correct"
     else:

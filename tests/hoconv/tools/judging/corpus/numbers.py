@@ -146,7 +146,7 @@ def every_seventh(x: Tensor, gain: Tensor) -> Tensor:
 
 def one_in_forty(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: as above, at random.
-    Caught: wrong result or wrong in one of many calls"""
+    Caught: in any call"""
     return right(x, gain) * (2 if random.random() < 1 / 40 else 1)
 
 
