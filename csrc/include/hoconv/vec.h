@@ -126,31 +126,46 @@ void load_row(acc_t<T>* dst, const T* src, int64_t stride, int64_t n) {
   for (; i < n; ++i) dst[i] = static_cast<acc_t<T>>(src[i]);
 }
 
+// Calls f(i) with the first of every `size` of n numbers; the last overlap those before them if n
+// is no multiple. n is at least `size`.
+template <typename F>
+void for_each_overlapping(int64_t n, int64_t size, F&& f) {
+  int64_t i = 0;
+  for (; i + size < n; i += size) f(i);
+  f(n - size);
+}
+
 // dst[j * pitch + i] = src[i * stride + j] for j < columns, i < n
 template <typename T>
 void load_columns(acc_t<T>* dst, int64_t pitch, const T* src, int64_t stride, int64_t columns,
                   int64_t n) {
   using A = acc_t<T>;
   using V = Vec<A>;
-  const int64_t whole = columns - columns % V::size;
-  int64_t i = 0;
-  for (; i + V::size <= n; i += V::size) {
-    const T* rows = src + i * stride;
-    for (int64_t j = 0; j < whole; j += V::size) {
-      typename V::type square[V::size];
-      for (int64_t m = 0; m < V::size; ++m) {
-        A row[V::size];
-        load_row<T>(row, rows + m * stride + j, 1, V::size);
-        square[m] = V::load(row);
-      }
-      V::transpose(square);
-      for (int64_t m = 0; m < V::size; ++m) V::store(dst + (j + m) * pitch + i, square[m]);
+  // Transposes a square from row i and column j on, of which `wanted` columns are stored.
+  const auto square = [&](int64_t i, int64_t j, int64_t wanted) {
+    typename V::type lanes[V::size];
+    for (int64_t m = 0; m < V::size; ++m) {
+      A row[V::size];
+      load_row<T>(row, src + (i + m) * stride + j, 1, V::size);
+      lanes[m] = V::load(row);
     }
-    for (int64_t j = whole; j < columns; ++j)
-      load_row<T>(dst + j * pitch + i, rows + j, stride, V::size);
-  }
-  for (int64_t j = 0; j < columns; ++j)
-    load_row<T>(dst + j * pitch + i, src + i * stride + j, stride, n - i);
+    V::transpose(lanes);
+    for (int64_t m = 0; m < wanted; ++m) V::store(dst + (j + m) * pitch + i, lanes[m]);
+  };
+  const auto by_column = [&](int64_t i, int64_t count) {
+    for (int64_t j = 0; j < columns; ++j)
+      load_row<T>(dst + j * pitch + i, src + i * stride + j, stride, count);
+  };
+  if (n < V::size) return by_column(0, n);
+  for_each_overlapping(n, V::size, [&](int64_t i) {
+    if (columns >= V::size)
+      for_each_overlapping(columns, V::size, [&](int64_t j) { square(i, j, V::size); });
+    // Fewer columns are read together with what is behind them, up to the last column of all rows.
+    else if ((i + V::size - 1) * stride + V::size <= (n - 1) * stride + columns)
+      square(i, 0, columns);
+    else
+      by_column(i, V::size);
+  });
 }
 
 // dst[i * stride] = src[i], rounded to nearest even
@@ -181,6 +196,51 @@ void store_row(T* dst, int64_t stride, const acc_t<T>* src, int64_t n) {
   }
 #endif
   for (; i < n; ++i) dst[i] = static_cast<T>(src[i]);
+}
+
+// dst[i * stride + j] = src[j * pitch + i] for j < columns, i < n
+template <typename T>
+void store_columns(T* dst, int64_t stride, const acc_t<T>* src, int64_t pitch, int64_t columns,
+                   int64_t n) {
+  using A = acc_t<T>;
+  using V = Vec<A>;
+  const auto by_column = [&](int64_t i, int64_t count) {
+    for (int64_t j = 0; j < columns; ++j)
+      store_row<T>(dst + i * stride + j, stride, src + j * pitch + i, count);
+  };
+  if (n < V::size) return by_column(0, n);
+  for_each_overlapping(n, V::size, [&](int64_t i) {
+    if (columns < V::size) return by_column(i, V::size);
+    for_each_overlapping(columns, V::size, [&](int64_t j) {
+      typename V::type lanes[V::size];
+      for (int64_t m = 0; m < V::size; ++m) lanes[m] = V::load(src + (j + m) * pitch + i);
+      V::transpose(lanes);
+      for (int64_t m = 0; m < V::size; ++m) {
+        A row[V::size];
+        V::store(row, lanes[m]);
+        store_row<T>(dst + (i + m) * stride + j, 1, row, V::size);
+      }
+    });
+  });
+}
+
+// Whether rows of a tensor are copied by lines, each of which has a number of every row.
+inline bool by_lines(int64_t row_stride, int64_t stride) { return row_stride == 1 && stride > 1; }
+
+// dst[r * pitch + i] = src[r * row_stride + i * stride] for r < rows, i < n
+template <typename T>
+void load_rows(acc_t<T>* dst, int64_t pitch, const T* src, int64_t row_stride, int64_t stride,
+               int64_t rows, int64_t n) {
+  if (by_lines(row_stride, stride)) return load_columns<T>(dst, pitch, src, stride, rows, n);
+  for (int64_t r = 0; r < rows; ++r) load_row<T>(dst + r * pitch, src + r * row_stride, stride, n);
+}
+
+// dst[r * row_stride + i * stride] = src[r * pitch + i] for r < rows, i < n
+template <typename T>
+void store_rows(T* dst, int64_t row_stride, int64_t stride, const acc_t<T>* src, int64_t pitch,
+                int64_t rows, int64_t n) {
+  if (by_lines(row_stride, stride)) return store_columns<T>(dst, stride, src, pitch, rows, n);
+  for (int64_t r = 0; r < rows; ++r) store_row<T>(dst + r * row_stride, stride, src + r * pitch, n);
 }
 
 // As store_row, but past the caches if the row is aligned.

@@ -1,8 +1,8 @@
 // The loops of the high-order convolution on the CPU where channels are last: registers hold
 // neighbouring channels of a pixel, so that nothing is transposed and a weight is read once for all
 // channels of its group. The groups are the inner loop: where the weights' groups are neighbours,
-// too, a cache line of them is read once. In the forward, groups of one channel are one group here,
-// with a weight for each channel.
+// too, a cache line of them is read once. Groups of one channel whose weights are neighbours are
+// one group here, with a weight for each channel.
 //
 // In float32 and float64 the images are read in place. In half precision the rows of a strip are
 // first widened. A tap outside the image reads zeros.
@@ -135,8 +135,11 @@ struct LastWorker {
       apply<false>(x, weight, ws, out, os, p.across.out, first, count);
   }
   void grad_input(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
-                  int64_t first, int64_t count) {
-    apply<true>(grad, weight, ws, out, os, p.across.in, first, count);
+                  int64_t first, int64_t count, bool each) {
+    if (each)
+      apply<true, true>(grad, weight, ws, out, os, p.across.in, first, count);
+    else
+      apply<true>(grad, weight, ws, out, os, p.across.in, first, count);
   }
 
   // out[c, h, w] = sum over taps of weight[tap, h, w] * x[c, y, z]. In the adjoint the sum is over
@@ -246,12 +249,18 @@ struct LastWorker {
            first + axis.reach() < axis.in;
   }
 
-  // grad_weight[tap, h, w] = sum over c of grad[c, h, w] * x[c, y, z]
-  void grad_weight(T* out, const WeightStrides& os, int64_t first, int64_t count) {
+  // grad_weight[tap, h, w] = sum over c of grad[c, h, w] * x[c, y, z]; each: no sum
+  void grad_weight(T* out, const WeightStrides& os, int64_t first, int64_t count, bool each) {
     const int64_t channels = p.group_channels(), next_pixel = x.column() * p.across.stride;
     for (int64_t h = first; h < first + count; ++h) {
       for (int64_t w = 0; w < p.across.out; ++w) {
         const int64_t ahead = find_taps<false>(x, os, h, w);
+        if (each) {
+          const A* gradient = grad.row(h) + w * grad.column();
+          for (int64_t tap = 0; tap < taps; ++tap)
+            multiply(out + places[tap] + ahead * os.w, gradient, pixels[tap] + ahead * next_pixel);
+          continue;
+        }
         for (int64_t g = 0; g < p.G; ++g) {
           const A* gradient = grad.row(h) + w * grad.column() + g * channels;
           for_each_block<kTaps>(taps, [&](int64_t tap, auto N) {
@@ -268,6 +277,15 @@ struct LastWorker {
           });
         }
       }
+    }
+  }
+
+  // out[c] = a[c] * b[c] for all channels
+  void multiply(T* out, const A* a, const A* b) const {
+    for (int64_t c = 0; c < p.C; c += V::size) {
+      A products[V::size];
+      V::store(products, V::load(a + c) * V::load(b + c));
+      store_row<T>(out + c, 1, products, V::size);
     }
   }
 

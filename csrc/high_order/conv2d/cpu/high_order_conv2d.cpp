@@ -156,12 +156,7 @@ struct Worker {
     const bool in_place = std::is_same_v<T, A> && ws.w == 1 && W >= V::size;
     for (int64_t r = 0; r < count && !in_place; ++r) {
       const T* row = weight + (first + r) * ws.h;
-      if (ws.tap == 1) {
-        load_columns<T>(weight_row(0, r), rows * width, row, ws.w, p.taps(), W);
-      } else {
-        for (int64_t tap = 0; tap < p.taps(); ++tap)
-          load_row<T>(weight_row(tap, r), row + tap * ws.tap, ws.w, W);
-      }
+      load_rows<T>(weight_row(0, r), rows * width, row, ws.tap, ws.w, p.taps(), W);
     }
     // The weights of a strip stay in the L2 cache, so that x is copied for a block of channels.
     const auto compute = [&](int64_t c, auto N) {
@@ -185,22 +180,24 @@ struct Worker {
   // grad_x[c, h, w] = sum over taps of weight[tap, h', w'] * grad[c, h', w'], for the output pixel
   // that reads h, w by the tap.
   void grad_input(const T* weight, const WeightStrides& ws, T* out, const ImageStrides& os,
-                  int64_t first, int64_t count) {
+                  int64_t first, int64_t count, bool /*each*/) {
     if (!p.is_plain()) return scatter(weight, ws, out, os, first, count);
     const int64_t reach = across.reach();
-    for (int64_t tap = 0; tap < p.taps(); ++tap) {
-      // Pads the row with zeros, which a shifted register reads past its ends.
-      const int64_t dy = down.at[tap / p.across.taps] - down.before;
+    const int64_t taps = p.across.taps, next_tap = rows * width;
+    for (int64_t i = 0; i < p.down.taps; ++i) {
+      const T* taps_of_row = weight + i * taps * ws.tap;
       for (int64_t r = 0; r < count; ++r) {
-        A* row = weight_row(tap, r);
-        const int64_t h = first + r - dy;
-        if (h >= 0 && h < p.down.out) {
-          std::fill_n(row, left, A(0));
-          load_row<T>(row + left, weight + tap * ws.tap + h * ws.h, ws.w, p.across.out);
-          std::fill_n(row + left + p.across.out, right, A(0));
-        } else {
-          std::fill_n(row, left + p.across.out + right, A(0));
+        A* row = weight_row(i * taps, r);
+        const int64_t h = first + r - (down.at[i] - down.before);
+        const bool read = h >= 0 && h < p.down.out;
+        // Pads rows with zeros, which a shifted register reads past their ends.
+        for (int64_t j = 0; j < taps; ++j) {
+          std::fill_n(row + j * next_tap, read ? left : left + p.across.out + right, A(0));
+          if (read) std::fill_n(row + j * next_tap + left + p.across.out, right, A(0));
         }
+        if (read)
+          load_rows<T>(row + left, next_tap, taps_of_row + h * ws.h, ws.tap, ws.w, taps,
+                       p.across.out);
       }
     }
     for (int64_t r = 0; r < count; ++r) {
@@ -268,9 +265,9 @@ struct Worker {
       sums->clear();
       for (const auto [pixel, tap] : down_readers.of(h)) {
         // Past the row, weights and gradients are zeros, which a last register adds.
-        for (int64_t j = 0; j < p.across.taps; ++j)
-          load_row<T>(weight_row(j, 0), weight + (tap * p.across.taps + j) * ws.tap + pixel * ws.h,
-                      ws.w, W);
+        load_rows<T>(weight_row(0, 0), rows * width,
+                     weight + tap * p.across.taps * ws.tap + pixel * ws.h, ws.tap, ws.w,
+                     p.across.taps, W);
         for (int64_t c = 0; c < channels; ++c)
           load_row<T>(grad.row(c, 0),
                       gradients + c * gradient_strides.c + pixel * gradient_strides.h,
@@ -300,7 +297,7 @@ struct Worker {
   }
 
   // grad_weight[tap, h, w] = sum over c of grad[c, h, w] * x[c, y, z]
-  void grad_weight(T* out, const WeightStrides& os, int64_t first, int64_t count) {
+  void grad_weight(T* out, const WeightStrides& os, int64_t first, int64_t count, bool /*each*/) {
     for (int64_t r = 0; r < count; ++r) {
       const int64_t read = first_position(first + r) - first_position(first);
       for (int64_t i = 0; i < p.down.taps; ++i)
@@ -308,10 +305,14 @@ struct Worker {
           correlate<N>(i, j, r, x.row(0, read + down.at[i]));
         });
     }
-    for (int64_t tap = 0; tap < p.taps(); ++tap)
-      for (int64_t r = 0; r < count; ++r)
-        stream_row<T>(out + tap * os.tap + (first + r) * os.h, os.w, weight_row(tap, r),
-                      p.across.out);
+    for (int64_t r = 0; r < count; ++r) {
+      T* row = out + (first + r) * os.h;
+      if (by_lines(os.tap, os.w))
+        store_columns<T>(row, os.w, weight_row(0, r), rows * width, p.taps(), p.across.out);
+      else
+        for (int64_t tap = 0; tap < p.taps(); ++tap)
+          stream_row<T>(row + tap * os.tap, os.w, weight_row(tap, r), p.across.out);
+    }
   }
 
   // Computes a row of the weight gradient for N taps of row i, from column j on.
@@ -392,6 +393,22 @@ void for_each_strip(const Problem& p, int64_t height, const Tensor* x, const Ten
   }
 }
 
+// The problem as the loops have it: groups of one channel, whose weights are neighbours, are
+// channels of one group with a weight for each.
+struct Grouping {
+  Problem p;
+  bool each = false;
+};
+
+template <typename T>
+Grouping find_grouping(const Problem& p, bool neighbours,
+                       std::initializer_list<const Tensor*> images) {
+  Problem one_group = p;
+  one_group.G = 1;
+  if (p.G == p.C && neighbours && has_channels_last<T>(one_group, images)) return {one_group, true};
+  return {p};
+}
+
 Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> window) {
   const Problem p(x.sizes(), weight.sizes(), Window(window));
   check_floating(x, "x");
@@ -403,13 +420,9 @@ Tensor forward(const Tensor& x, const Tensor& weight, std::vector<int64_t> windo
   const auto ws = weight_strides(weight);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    // Groups of one channel, whose weights are neighbours, are channels of one group with a weight
-    // for each.
-    Problem one_group = p;
-    one_group.G = 1;
-    const bool each = p.G == p.C && ws.g == 1 && has_channels_last<T>(one_group, {&x});
-    for_each_strip<T>(each ? one_group : p, p.down.out, &x, nullptr,
-                      [&](auto& worker, auto b, auto g, auto first, auto count) {
+    const auto [problem, each] = find_grouping<T>(p, ws.g == 1, {&x});
+    for_each_strip<T>(problem, p.down.out, &x, nullptr,
+                      [&, each = each](auto& worker, auto b, auto g, auto first, auto count) {
                         worker.forward(group<T>(x, p, b, g), xs, weights<T>(weight, b, g), ws,
                                        group<T>(out, p, b, g), os, first, count, each);
                       });
@@ -424,11 +437,13 @@ void grad_input_into(Tensor& out, const Tensor& grad, const Tensor& weight, cons
   const auto ws = weight_strides(weight);
   dispatch_floating(grad, [&](auto zero) {
     using T = decltype(zero);
-    for_each_strip<T>(
-        p, p.down.in, nullptr, &grad, [&](auto& worker, auto b, auto g, auto first, auto count) {
-          worker.load_readers(group<T>(grad, p, b, g), gs, first, count);
-          worker.grad_input(weights<T>(weight, b, g), ws, group<T>(out, p, b, g), os, first, count);
-        });
+    const auto [problem, each] = find_grouping<T>(p, ws.g == 1, {&grad});
+    for_each_strip<T>(problem, p.down.in, nullptr, &grad,
+                      [&, each = each](auto& worker, auto b, auto g, auto first, auto count) {
+                        worker.load_readers(group<T>(grad, p, b, g), gs, first, count);
+                        worker.grad_input(weights<T>(weight, b, g), ws, group<T>(out, p, b, g), os,
+                                          first, count, each);
+                      });
   });
 }
 
@@ -448,11 +463,12 @@ void grad_weight_into(Tensor& out, const Tensor& grad, const Tensor& x, const Pr
   const auto os = weight_strides(out);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    for_each_strip<T>(p, p.down.out, &x, &grad,
-                      [&](auto& worker, auto b, auto g, auto first, auto count) {
+    const auto [problem, each] = find_grouping<T>(p, os.g == 1, {&x, &grad});
+    for_each_strip<T>(problem, p.down.out, &x, &grad,
+                      [&, each = each](auto& worker, auto b, auto g, auto first, auto count) {
                         worker.load_x(group<T>(x, p, b, g), xs, first, count);
                         worker.load_grad(group<T>(grad, p, b, g), gs, first, count);
-                        worker.grad_weight(weights<T>(out, b, g), os, first, count);
+                        worker.grad_weight(weights<T>(out, b, g), os, first, count, each);
                       });
   });
 }
@@ -486,13 +502,14 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const T
   const auto ws = weight_strides(weight), gws = weight_strides(grad_w);
   dispatch_floating(x, [&](auto zero) {
     using T = decltype(zero);
-    for_each_strip<T>(p, p.down.in, &x, &grad,
-                      [&](auto& worker, auto b, auto g, auto first, auto count) {
+    const auto [problem, each] = find_grouping<T>(p, ws.g == 1 && gws.g == 1, {&x, &grad});
+    for_each_strip<T>(problem, p.down.in, &x, &grad,
+                      [&, each = each](auto& worker, auto b, auto g, auto first, auto count) {
                         worker.load_x(group<T>(x, p, b, g), xs, first, count);
                         worker.load_readers(group<T>(grad, p, b, g), gs, first, count);
-                        worker.grad_weight(weights<T>(grad_w, b, g), gws, first, count);
+                        worker.grad_weight(weights<T>(grad_w, b, g), gws, first, count, each);
                         worker.grad_input(weights<T>(weight, b, g), ws, group<T>(grad_x, p, b, g),
-                                          gxs, first, count);
+                                          gxs, first, count, each);
                       });
   });
   return {grad_x, grad_w};
