@@ -9,30 +9,34 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from hoconv.dispatch.implementations import check_name, resolve
 from hoconv.dispatch.registration import FixedAttributes, autocasts, check_dense, get_parameter
 from hoconv.recurrent.directions import run_directions
 from hoconv.recurrent.frontend.cell import BoundCell, Cell
-from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.symbol import Symbol, fail
-from hoconv.recurrent.frontend.trace import Declaration, trace
-from hoconv.recurrent.inputs import gather_inputs
+from hoconv.recurrent.frontend.traced import Traced, explain_misfit, read_size, trace_cell
+from hoconv.recurrent.inputs import (
+    State,
+    find_ends,
+    gather_inputs,
+    gather_states,
+    pack_like,
+    read_lengths,
+    read_reset,
+)
 from hoconv.recurrent.ir.evaluate import NAMES
 from hoconv.recurrent.ladder import SCHEDULES
 from hoconv.recurrent.operator import OPERATOR
 from hoconv.recurrent.ops import Call
 from hoconv.recurrent.plans import request
-
-State = Tensor | tuple[Tensor, ...]
 
 
 class RNN(FixedAttributes):
@@ -122,14 +126,14 @@ class RNN(FixedAttributes):
         self.options = options
         # Of each layer and direction: the cell with its sizes, and the suffix of its parameters.
         runs: list[tuple[BoundCell, str]] = []
-        self._traced: list[_Traced] = []  # likewise
+        self._traced: list[Traced] = []  # likewise
         size = input_size
         for layer in range(num_layers):
             # A copy: changing an option later, for example a list, does not change the layer.
             bound = copy.deepcopy(cell.bind(size, hidden_size, options))
             if runs:
                 _check_states(runs[0][0], bound, layer)
-            traced = _trace(bound)
+            traced = trace_cell(bound)
             for suffix in (f"_l{layer}", f"_l{layer}_reverse")[: 1 + bidirectional]:
                 runs.append((bound, suffix))
                 self._traced.append(traced)
@@ -139,7 +143,7 @@ class RNN(FixedAttributes):
                         self.register_parameter(d.name + suffix, nn.Parameter(empty))
                     else:
                         self.register_buffer(d.name + suffix, empty)
-            size = _read_size(traced, output, num_layers) * (1 + bidirectional)
+            size = read_size(traced, output, num_layers) * (1 + bidirectional)
         self.runs = tuple(runs)
         self.reset_parameters()
 
@@ -150,7 +154,7 @@ class RNN(FixedAttributes):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"output": None} | state)  # which older versions do not have
         # Traced again: the pickled traces may be of another version of the cell.
-        self._traced = [_trace(bound) for bound, _ in self.runs]
+        self._traced = [trace_cell(bound) for bound, _ in self.runs]
 
     @property
     def cell(self) -> Cell:
@@ -160,7 +164,7 @@ class RNN(FixedAttributes):
     @property
     def output_size(self) -> int:
         """The features of the outputs, D * n, or of the output that the next layer would read."""
-        size = _read_size(self._traced[-1], self.output, 1)
+        size = read_size(self._traced[-1], self.output, 1)
         return size * (1 + self.bidirectional)
 
     def reset_parameters(self) -> None:
@@ -250,18 +254,18 @@ class RNN(FixedAttributes):
             )
         if x.shape[0] == 0:
             raise ValueError("x: expected at least one time step, got none")
-        begins = None if reset is None else self._begins(reset, x, single)
+        begins = None if reset is None else read_reset(reset, x, single, self.batch_first)
         beside, constants = gather_inputs(self.runs[0][0], inputs, x, single, self.batch_first)
         x, parameters = self._cast(x, self._gather_parameters(x))
-        states = self._states(state, x, single)
-        valid = None if lengths is None else self._valid(lengths, x)
+        states = gather_states(self.runs[0][0], state, x, len(self.runs), single)
+        valid = None if lengths is None else read_lengths(lengths, x)
         constants = [each.to(x.dtype) for each in constants]
         outputs, final = self._layers(x, beside, constants, states, parameters, valid, begins)
         shaped = tuple(s.squeeze(1) if single else s for s in final)
         following = shaped[0] if len(shaped) == 1 else shaped
         if packed is not None:
             assert isinstance(lengths, Tensor)
-            return _packed_like(packed, outputs, lengths), following
+            return pack_like(packed, outputs, lengths), following
         if single:
             outputs = outputs.squeeze(1)
         elif self.batch_first:
@@ -334,7 +338,7 @@ class RNN(FixedAttributes):
         recompute = "all" if self.recompute else "functions" if x.is_cuda else "cheap"
         resets = [begins]
         if self.bidirectional:
-            resets.append(None if begins is None else _ends(begins, valid))
+            resets.append(None if begins is None else find_ends(begins, valid))
         final: list[list[Tensor]] = []
         for layer in range(self.num_layers):
             if layer and self._outputs:
@@ -432,80 +436,10 @@ class RNN(FixedAttributes):
                 or [t.dtype for t in found] != [first] * len(found)
                 or [t.device for t in found] != [device] * len(found)
             ):
-                raise _explain(names, found, traced, first, device)
+                raise explain_misfit(names, found, traced, first, device)
             for i in traced.flattened:
                 found[i] = found[i].flatten()
         return gathered
-
-    def _states(self, given: State | None, x: Tensor, single: bool) -> list[list[Tensor]]:
-        """(B, n) of each state of each run, before the first step."""
-        sizes, shapes = self.runs[0][0].state_sizes, self.runs[0][0].state_shapes
-        runs, batch = len(self.runs), x.shape[1]
-        if given is None:  # nothing writes to them: all runs share them, and states of one size
-            zeros = {n: x.new_zeros(batch, n) for n in dict.fromkeys(sizes.values())}
-            return [[zeros[n] for n in sizes.values()]] * runs
-        states = list(given) if isinstance(given, tuple | list) else [given]
-        if len(states) != len(sizes):
-            raise ValueError(
-                f"state: expected {len(sizes)} ({', '.join(sizes)}), got {len(states)}"
-            )
-        for i, (name, shape) in enumerate(shapes.items()):
-            expected = (runs, *shape) if single else (runs, batch, *shape)
-            if not isinstance(states[i], Tensor):
-                kind = type(states[i]).__name__
-                raise TypeError(f"state {name}: expected a tensor of shape {expected}, got {kind}")
-            if tuple(states[i].shape) != expected:
-                raise ValueError(
-                    f"state {name}: expected shape {expected}, got {tuple(states[i].shape)}"
-                )
-            if not states[i].is_floating_point():
-                raise TypeError(f"state {name}: expected floating point, got {states[i].dtype}")
-            if states[i].device != x.device:
-                raise ValueError(
-                    f"state {name}: expected the device of x, {x.device}, got {states[i].device}"
-                )
-            if single:
-                states[i] = states[i].unsqueeze(1)
-            if len(shape) > 1:
-                states[i] = states[i].flatten(2)
-        return [list(of_run) for of_run in zip(*(s.unbind(0) for s in states), strict=True)]
-
-    def _valid(self, lengths: Tensor | Sequence[int], x: Tensor) -> Tensor:
-        """(T, B, 1), whether a step is within its sequence."""
-        T, B = x.shape[:2]
-        if not isinstance(lengths, Tensor | Sequence):
-            raise TypeError(f"lengths: expected {B} ints, as many as sequences, got {lengths!r}")
-        if isinstance(lengths, Tensor):
-            steps = lengths
-        else:  # an empty list says nothing of its dtype
-            steps = torch.tensor(lengths, device="cpu", dtype=None if len(lengths) else torch.int64)
-        numbers = not (steps.is_floating_point() or steps.is_complex() or steps.dtype == torch.bool)
-        if steps.shape != (B,) or not numbers:
-            raise ValueError(
-                f"lengths: expected {B} ints, as many as sequences, got {steps.dtype} of shape "
-                f"{tuple(steps.shape)}"
-            )
-        on_host = steps.device.type == "cpu"
-        if on_host and not torch.compiler.is_compiling() and ((steps < 1) | (steps > T)).any():
-            raise ValueError(f"lengths: expected 1 to the {T} steps of x, got {steps.tolist()}")
-        return (torch.arange(T, device=x.device)[:, None] < steps.to(x.device)).unsqueeze(2)
-
-    def _begins(self, reset: Tensor, x: Tensor, single: bool) -> Tensor:
-        """(T, B, 1), whether a sequence begins at a step; x is (T, B, I)."""
-        if not isinstance(reset, Tensor) or reset.dtype != torch.bool:
-            got = reset.dtype if isinstance(reset, Tensor) else type(reset).__name__
-            raise TypeError(f"reset: expected a tensor of bool, got {got}; compare it with 0")
-        T, B = x.shape[:2]
-        shape = (T,) if single else (B, T) if self.batch_first else (T, B)
-        if reset.shape != shape:
-            raise ValueError(
-                f"reset: expected shape {shape}, one for each step of x, got {tuple(reset.shape)}"
-            )
-        if reset.device != x.device:
-            raise ValueError(f"reset: expected the device of x, {x.device}, got {reset.device}")
-        if single:
-            return reset[:, None, None]
-        return (reset.t() if self.batch_first else reset).unsqueeze(2)
 
     def explain(self, stages: bool = False) -> str:
         """Explains in words how each layer is compiled.
@@ -545,46 +479,6 @@ class RNN(FixedAttributes):
         return shown + "".join(f", {name}={value!r}" for name, value in self.options.items())
 
 
-@dataclass(frozen=True, eq=False)
-class _Traced:
-    """The traces of a cell.
-
-    Attributes:
-        declarations: the parameters of the cell.
-        names: their names, without a suffix.
-        shapes: their shapes.
-        flattened: the numbers of those that programs read as rows and that have several axes.
-        evaluation, training: the text of the trace in either mode.
-        draws: whether a step has noise in training.
-        output_size: the features of the step's output.
-        outputs: the outputs that have names, and their sizes.
-    """
-
-    declarations: tuple[Declaration, ...]
-    names: tuple[str, ...]
-    shapes: list[torch.Size]
-    flattened: tuple[int, ...]
-    evaluation: str
-    training: str
-    draws: bool
-    output_size: int
-    outputs: Mapping[str, int] | None
-
-
-def _read_size(traced: _Traced, output: str | None, num_layers: int) -> int:
-    """The features that the next layer reads of a layer's outputs in one direction."""
-    if traced.outputs is None:
-        if output is not None:
-            raise ValueError(f"output: the cell names no outputs; leave it out, got {output!r}")
-        return traced.output_size
-    names = ", ".join(traced.outputs)
-    if output is None and num_layers > 1 and len(traced.outputs) > 1:
-        raise ValueError(f"output: expected the one that the next layer reads, of {names}")
-    if output is not None and output not in traced.outputs:
-        raise ValueError(f"output: expected one of {names}, got {output!r}")
-    return traced.outputs[output or next(iter(traced.outputs))]
-
-
 def _check_states(first: BoundCell, bound: BoundCell, layer: int) -> None:
     """Checks that a layer has states of the sizes of layer 0: those of all layers are stacked."""
     for name, shape in bound.state_shapes.items():
@@ -613,47 +507,6 @@ def _fill(value: Tensor, init: Callable[[Tensor], Any], what: str) -> None:
                              "one that it is given, as nn.init.ones_ does")  # fmt: skip
 
 
-def _trace(cell: BoundCell) -> _Traced:
-    evaluation, again, training = trace(cell), trace(cell), trace(cell, training=True)
-    if to_text(evaluation) != to_text(again):
-        raise cell.error(
-            "it is another program each time that it is called: it reads what changes, such as "
-            "Python's random numbers; write rnn.dropout or rnn.zoneout, or give x the noise"
-        )
-    return _Traced(
-        training.declarations,
-        tuple(d.name for d in training.declarations),
-        [torch.Size(d.shape) for d in training.declarations],
-        tuple(i for i, d in enumerate(training.declarations) if d.shape != d.read_shape),
-        to_text(evaluation),
-        to_text(training),
-        training.draws,
-        training.output_size,
-        training.outputs,
-    )
-
-
-def _explain(
-    names: list[str], found: list[Tensor], traced: _Traced, dtype: torch.dtype, device: torch.device
-) -> Exception:
-    """Says which parameter of a run does not fit: the shape that its cell declares, the dtype of
-    the first parameter, or the device of x."""
-    for name, tensor, shape in zip(names, found, traced.shapes, strict=True):
-        if tensor.shape != shape:
-            expected = tuple(shape)
-            return ValueError(f"{name}: expected shape {expected}, got {tuple(tensor.shape)}")
-        if tensor.dtype != dtype:
-            return TypeError(
-                f"{name}: expected the dtype of the other parameters, {dtype}, got "
-                f"{tensor.dtype}; convert the whole layer with .to(...)"
-            )
-        if tensor.device != device:
-            return ValueError(
-                f"x: expected the device of the parameters, {tensor.device} as {name}, got {device}"
-            )
-    raise AssertionError("every parameter fits")
-
-
 def _check_schedule(schedule: str) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}; got {schedule!r}")
@@ -667,26 +520,6 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def _ends(begins: Tensor, valid: Tensor | None) -> Tensor:
-    """Returns whether a sequence ends at a step (T, B, 1), as the next one begins at the following
-    step.
-
-    Nothing ends at the last step: backwards in time, that one begins with the initial state.
-    """
-    ends = (begins if valid is None else begins & valid).roll(-1, 0)
-    ends[-1] = False
-    return ends
-
-
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Casts as autocast does: float64 stays."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-
-def _packed_like(packed: PackedSequence, outputs: Tensor, lengths: Tensor) -> PackedSequence:
-    """Packs outputs (T, B, n) in the order of the packed input."""
-    order = packed.sorted_indices
-    if order is not None:
-        outputs, lengths = outputs.index_select(1, order), lengths[order.to(lengths.device)]
-    data = pack_padded_sequence(outputs, lengths).data
-    return PackedSequence(data, packed.batch_sizes, order, packed.unsorted_indices)
