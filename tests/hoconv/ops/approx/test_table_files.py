@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hoconv.approx import LookupTable
+from tests.hoconv.ops.approx.tables import exact, random_table
 
 signs = pytest.mark.parametrize("signed", [True, False])
 some_bits = pytest.mark.parametrize("bits", [(2, 2), (3, 3), (4, 4), (8, 8), (8, 4), (3, 6)])
@@ -138,3 +139,80 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"1 2\n\xff\xfe")
     with pytest.raises(ValueError, match=r"table\.txt: not a text \(invalid start byte at byte 4"):
         LookupTable.load(path)
+
+
+@signs
+@pytest.mark.parametrize("shape", [(256, 256), (65536,)])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_reads_npy_files(tmp_path: Path, signed: bool, shape: Any, dtype: Any) -> None:
+    table = random_table(signed)
+    np.save(tmp_path / "table.npy", table.products.numpy().reshape(shape).astype(dtype))
+    read = LookupTable.load(tmp_path / "table.npy", signed=signed)
+    assert torch.equal(read.products, table.products)
+    assert read.signed == signed
+
+
+@signs
+@pytest.mark.parametrize("width", [2, 4])
+def test_reads_raw_files(tmp_path: Path, signed: bool, width: int) -> None:
+    products = exact(signed).products.numpy()
+    kind = "i" if signed or width == 4 else "u"
+    (tmp_path / "table.bin").write_bytes(products.astype(f"<{kind}{width}").tobytes())
+    read = LookupTable.load(tmp_path / "table.bin", signed=signed)
+    assert torch.equal(read.products, torch.from_numpy(products))
+
+
+def header(shape: str, dtype: str = "'<i2'") -> bytes:
+    text = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        header("(256, 256)") + bytes(1000),
+        header("(1000000, 1000000, 1000)") + bytes(1000),
+        header("(9223372036854775807, 3)"),
+        header("(-256, -256)") + bytes(131072),
+        header("(256, 256)", "'|O'") + bytes(1000),
+        header("(256, 256)", "[('a', '<i2')]") + bytes(1000),
+        header("(256, 256") + bytes(1000),
+        header("(256, 'a')") + bytes(1000),
+        header("256") + bytes(1000),
+        header("()"),
+        header("(0, 256)"),
+        b"\x93NUMPY\x01\x00\xff",
+        b"\x93NUMPY\x09\x00\xff\xff",
+        b"PK\x03\x04" + bytes(100),
+        b"",
+    ],
+)
+def test_absurd_headers_are_refused(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "table.npy"
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=r"table\.npy: "):
+        LookupTable.load(path, signed=True)
+
+
+def test_malformed_files_are_refused_with_what_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "table.bin"
+    path.write_bytes(bytes(1000))
+    with pytest.raises(ValueError, match=r"table\.bin: expected 2\^p rows .*; it has 1,000$"):
+        LookupTable.load(path, signed=True)
+    path = tmp_path / "table.npy"
+    path.write_bytes(b"no numpy file")
+    with pytest.raises(ValueError, match=r"table\.npy: not a readable \.npy file"):
+        LookupTable.load(path, signed=True)
+    for array, message in (
+        (np.zeros((512, 512), int), r"expected shape \(2\^p, 2\^q\) .*, got \(512, 512\)"),
+        (np.zeros((256, 256)), "expected integers, got float64"),
+        (np.full((256, 256), 2**31), "expected numbers that fit int32, got 2147483648"),
+    ):
+        np.save(path, array)
+        with pytest.raises(ValueError, match=rf"table\.npy: products: {message}"):
+            LookupTable.load(path, signed=True)
+    np.save(path, np.array([{}]), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"table\.npy: not a readable"):
+        LookupTable.load(path, signed=True)
+    with pytest.raises(FileNotFoundError):
+        LookupTable.load(tmp_path / "missing.npy", signed=True)
