@@ -32,7 +32,7 @@ class Definition:
     """An operator that a candidate must compute, and how it was read.
 
     Attributes:
-        name: by which it was read.
+        name: by which it is read anywhere: of a file, the path.
         operator: reference, samples, tolerances, cost and sizes.
         files: its sources.
         module: the module that declares it, where it is installed: it cannot be kept from a
@@ -78,13 +78,13 @@ def read(name: str, device: str, seed: int) -> Definition:
     """
     path = Path(name).resolve()
     if path.suffix == ".json" and path.exists():
-        return Definition(name, flashinfer.read(path, seed), (path,), own=False)
+        return Definition(str(path), flashinfer.read(path, seed), (path,), own=False)
     if path.suffix == ".py" and path.exists():
         module = _import_file(path)
         if hasattr(module, "Model") and hasattr(module, "get_inputs"):
             operator, arguments, state = kernelbench.read(module, path.stem, device, seed)
-            return Definition(name, operator, (path,), None, False, arguments, state, seed)
-        return Definition(name, _operator_of(module, name), (path,))
+            return Definition(str(path), operator, (path,), None, False, arguments, state, seed)
+        return Definition(str(path), _operator_of(module, name), (path,))
     module, _, attribute = name.partition(":")
     if attribute:
         try:

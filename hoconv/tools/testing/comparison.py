@@ -81,7 +81,9 @@ def output_and_gradients(
     pairs = [(t, c.to(t)) for t, c in pairs if is_floating(t)]
     if not wanted or not pairs:
         return results
-    if any(t.requires_grad for t, _ in pairs) or positions is None:
+    # Of several outputs, some may depend on none of these arguments.
+    pairs = [pair for pair in pairs if pair[0].requires_grad] or pairs
+    if pairs[0][0].requires_grad or positions is None:
         gradients = torch.autograd.grad(
             [t for t, _ in pairs], [*wanted.values()], [c for _, c in pairs], materialize_grads=True
         )
