@@ -102,6 +102,7 @@ def judge(definition: Definition, candidate: str, starter: Starter, options: Opt
                 record = trial.record
                 for dtype in dtypes:
                     trial.judge(dtype)
+                trial.call_in_programs(timed)
                 trial.call_at_once(timed)
                 trial.call_long(timed, options.more)
                 trial.call_often(timed, options.more, options.seconds)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoconv.tools.testing.comparison import same_bits
+
 _ALIGNMENT = 64  # bytes
 _ADDRESSES = 1 << 36  # bytes on a CPU: a page is taken when something is written to it
 _SHARE = 4  # of a GPU's free memory, for each of the two memories
@@ -79,6 +81,8 @@ class Call:
         seed: of PyTorch's random numbers, where a definition draws some.
         keep: whether the results are to be asked for :class:`Again`.
         traced: whether the answer is to say what was called.
+        usage: the name of a program of :data:`hoconv.tools.testing.usages.USAGES` that makes it.
+        reused: whether tensors are the objects of an earlier call of the kind, changed in place.
     """
 
     nonce: str
@@ -89,6 +93,8 @@ class Call:
     seed: int | None = None
     keep: bool = False
     traced: bool = False
+    usage: str = ""
+    reused: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,17 @@ def put(t: Tensor, memory: Tensor, begin: int) -> tuple[Placed, int]:
     once = [min(n, 1) if not s else n for n, s in zip(t.shape, t.stride())]  # of an expanded one
     placed.view(memory).as_strided(once, t.stride()).copy_(t.as_strided(once, t.stride()))
     return placed, begin + _span(placed) * t.element_size()
+
+
+def is_as_put(t: Tensor, placed: Placed, memory: Tensor) -> bool:
+    """Returns whether memory has what :func:`put` wrote, between the tensor's elements too."""
+    if not same_bits(placed.view(memory), t):
+        return False
+    if _span(placed) == t.numel():
+        return True
+    found = placed.bytes_of(memory)
+    wrote = found.new_empty(len(found) + _ALIGNMENT)
+    return torch.equal(put(t, wrote, 0)[0].bytes_of(wrote), found)
 
 
 def _span(placed: Placed) -> int:

@@ -25,6 +25,7 @@ _WATCHED = (
     "hoconv.tools.testing.comparison", "hoconv.tools.judging.worker",
     "hoconv.tools.judging.exchange", "multiprocessing.connection.Connection",
 )  # fmt: skip
+_KEYS = {"CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA"}  # of PyTorch's dispatcher
 # ATen's operations that compute nothing: they make, copy, convert or view tensors.
 _MEMORY = {
     "alias", "as_strided", "broadcast_tensors", "clone", "contiguous", "copy_", "_to_copy",
@@ -39,20 +40,31 @@ _MEMORY = {
 
 
 def functions() -> dict[str, Any]:
-    """Returns the functions of the modules and classes that are watched, by name."""
+    """Returns the functions of the modules and classes that are watched, by name, with their code;
+    and the operations of ATen that Python code computes on a CPU or GPU."""
     found = {}
     for name in _WATCHED:
         owner = _find(name)
         for attribute, value in list(vars(owner).items()) if owner else ():
             if callable(value) and not isinstance(value, ModuleType):
-                found[f"{name}.{attribute}"] = value
-    return found
+                found[f"{name}.{attribute}"] = value, getattr(value, "__code__", None)
+    taken = (each.split("/") for each in torch.library._impls)
+    return found | {f"aten::{op}": key for space, op, key in taken
+                    if space == "aten" and key in _KEYS}  # fmt: skip
 
 
 def replaced(before: dict[str, Any]) -> list[str]:
-    """Names functions that are no longer what :func:`functions` found."""
+    """Names what is no longer as :func:`functions` found it."""
     now = functions()
-    return sorted(name for name, value in before.items() if now.get(name) is not value)
+    taken = {name for name in now.keys() - before.keys() if name.startswith("aten::")}
+    changed = {name for name, value in before.items() if not _is_same(now.get(name), value)}
+    return sorted(changed | taken)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if isinstance(now, tuple) and isinstance(before, tuple):
+        return all(a is b for a, b in zip(now, before))
+    return now == before
 
 
 @contextmanager

@@ -16,6 +16,8 @@ WRONG = {
     "form": "wrong with other strides",
     "special": "wrong for special values",
     "scale": "wrong for small values",
+    "number": "wrong for another number",
+    "usage": "wrong in a program",
     "more": "wrong in one of many calls",
     "threads": "wrong in threads",
     "many": "wrong after many calls",
@@ -44,6 +46,8 @@ class Asked:
         cotangent: the gradient of the output; None where no gradient is wanted.
         positions: of the arguments that are differentiated; None means all.
         seed: of PyTorch's random numbers, for a definition that may draw some.
+        usage: the name of the program that makes the call, or empty.
+        reused: whether its tensors are those of the call before, changed in place.
     """
 
     kind: str
@@ -52,6 +56,8 @@ class Asked:
     cotangent: Any = None
     positions: tuple[int, ...] | None = None
     seed: int | None = None
+    usage: str = ""
+    reused: bool = False
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hoconv.tools.judging.exchange import (
     UNWRITTEN,
@@ -31,12 +31,12 @@ from hoconv.tools.judging.exchange import (
     Several,
     cpu_memory,
     gpu_memory,
+    is_as_put,
     of_several,
     place_like,
     put,
 )
 from hoconv.tools.judging.isolation import descendants, signal_all
-from hoconv.tools.testing.comparison import same_bits
 from hoconv.tools.testing.many_calls import private_memory
 
 _LOAD_SECONDS = 900  # a candidate may compile its code
@@ -61,14 +61,14 @@ class Reply:
         results: copies that are this process's alone.
         seconds: from the request until there were such copies.
         calls: what the worker says was called, where that was asked for.
-        changed: arguments whose memory has other values than before the call.
+        changed: names of what has other values in memory than before the call.
     """
 
     nonce: str
     results: dict[str, Tensor]
     seconds: float
     calls: list[str]
-    changed: list[int]
+    changed: list[str]
 
 
 class Starter:
@@ -154,7 +154,9 @@ class Worker:
         request = Call(secrets.token_hex(8), *placed, **options)
         answer, results, elapsed = self._ask(request, seconds, stopped)
         calls = [str(each) for each in answer.get("calls") or ()]
-        return Reply(request.nonce, results, elapsed, calls, self._changed(request, args))
+        return Reply(
+            request.nonce, results, elapsed, calls, self._changed(request, args, cotangent)
+        )
 
     def call_several(
         self, calls: Sequence[tuple[Any, Any, Any]], seconds: float, **options: int
@@ -171,11 +173,12 @@ class Worker:
         request = Several(secrets.token_hex(8), tuple(requests), **options)
         _, results, elapsed = self._ask(request, seconds, [])
         replies = []
-        for i, (each, (args, *_)) in enumerate(zip(requests, calls, strict=True)):
+        for i, (each, (args, _, cotangent)) in enumerate(zip(requests, calls, strict=True)):
             begin = of_several(i, "")
             own = {name.removeprefix(begin): t
                    for name, t in results.items() if name.startswith(begin)}  # fmt: skip
-            replies.append(Reply(request.nonce, own, elapsed, [], self._changed(each, args)))
+            changed = self._changed(each, args, cotangent)
+            replies.append(Reply(request.nonce, own, elapsed, [], changed))
         return replies
 
     def memory(self) -> int:
@@ -189,27 +192,38 @@ class Worker:
 
     def _place(self, values: Any) -> Any:
         """Writes the tensors among some values to the inputs' memory, and wipes the results'."""
-        end = 0
+        end, places = 0, {}
 
         def place(value: Any) -> Any:
             nonlocal end
             if not isinstance(value, Tensor):
                 return value
-            placed, end = put(value, self.inputs, end)
-            return placed
+            if id(value) not in places:  # calls at once may share tensors
+                places[id(value)], end = put(value, self.inputs, end)
+            return places[id(value)]
 
         placed = tree_map(place, values)
         self.results[: self._extent].fill_(UNWRITTEN)
         self._synchronize()
         return placed
 
-    def _changed(self, request: Call, args: Sequence[Any]) -> list[int]:
-        """Returns the positions of arguments that are not what was written."""
+    def _changed(self, request: Call, args: Sequence[Any], cotangent: Any) -> list[str]:
+        """Names the arguments that are not what was written, and the gradient of the output."""
+        given = [(f"argument {i}", *pair) for i, pair in enumerate(zip(request.args, args))]
+        leaves = zip(tree_leaves(request.cotangent), tree_leaves(cotangent), strict=True)
+        given += [("the gradient of the output", *pair) for pair in leaves]
         return [
-            i
-            for i, (where, t) in enumerate(zip(request.args, args, strict=True))
-            if isinstance(where, Placed) and not same_bits(where.view(self.inputs), t)
+            name
+            for name, where, t in given
+            if isinstance(where, Placed) and not is_as_put(t, where, self.inputs)
         ]
+
+    def descriptors(self) -> int:
+        """Counts the files that the candidate's process has open; 0 where the kernel hides them."""
+        try:
+            return len(os.listdir(f"/proc/{self._process}/fd"))
+        except OSError:
+            return 0
 
     def again(self, nonce: str, seconds: float) -> dict[str, Tensor]:
         """Returns the results of an earlier call, as they are now."""

@@ -66,18 +66,18 @@ def _time_calls(
     again: list[float] = []
     kept: list[tuple[Sample, Any]] = []
     order = [True] * (_NEW - 1) + [False] * _AGAIN
-    trial.random.shuffle(order)
+    trial.calls.random.shuffle(order)
     end = time.monotonic() + _SECONDS
     for fresh in [True, *order]:
         if time.monotonic() > end and new:
             return new, []
-        torch.manual_seed(trial.random.getrandbits(60))
+        torch.manual_seed(trial.calls.random.getrandbits(60))
         if fresh:
             sample = _sample(trial.definition, trial.worker.device, dtype)
-            wanted = trial.cotangent(sample) if differentiated else None
-            kept = [*kept, (sample, wanted)][-2 if trial.is_small(sample) else -1 :]
-        sample, wanted = kept[-1 if fresh else trial.random.randrange(len(kept))]
-        wants = compared and (not new or trial.random.random() < _COMPARED)
+            wanted = trial.calls.cotangent(sample) if differentiated else None
+            kept = [*kept, (sample, wanted)][-2 if trial.calls.is_small(sample) else -1 :]
+        sample, wanted = kept[-1 if fresh else trial.calls.random.randrange(len(kept))]
+        wants = compared and (not new or trial.calls.random.random() < _COMPARED)
         reply = trial.ask(Asked("timed", dtype, sample, wanted), compared=wants, timed=True)
         if reply is None:
             raise Ended

@@ -5,11 +5,8 @@ The reference is computed when the answer is there, in the process of the judge.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import itertools
 import math
-import random
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -19,17 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from hoconv.dispatch.declaration import Sample
-from hoconv.tools.check import ENOUGH, LOWER, MUCH_WORSE
+from hoconv.tools.check import LOWER, MUCH_WORSE
 from hoconv.tools.checking.row import Row
 from hoconv.tools.commands import dtype_name
 from hoconv.tools.judging import exchange
+from hoconv.tools.judging.calls import Calls
 from hoconv.tools.judging.definition import Definition
 from hoconv.tools.judging.record import WRONG, Asked, Ended, Finding, Record
 from hoconv.tools.judging.session import Misbehaved, Reply, Worker
-from hoconv.tools.testing.call_forms import forms
 from hoconv.tools.testing.comparison import (
     named,
     on_cpu,
@@ -38,17 +35,18 @@ from hoconv.tools.testing.comparison import (
     same_bits,
 )
 from hoconv.tools.testing.many_calls import growth
-from hoconv.tools.testing.variations import of_another_size, of_other_scales, of_special_values
+from hoconv.tools.testing.usages import REFUSABLE, USAGES
 
 _REPEATED = 1 / 4  # of the calls come again, with the same values
 _DIFFERENTIATED = 2 / 3  # of the calls, where gradients are promised
 _KEPT = 8  # results of each dtype are looked at again
 _VALUES = 8  # of the sample that is called often
 _MORE = 20  # calls of one sample, longer than a ring of buffers that somebody may reuse
-_SIZES = 6  # that are not among the samples, for each dtype
-_SMALL = 1 << 26  # bytes of the tensors of a call, or of one of them
+_SMALL = 1 << 26  # bytes of a result that may be hashed
 _ENOUGH_FINDINGS = 12
-_THREADS, _ROUNDS, _EACH = (2, 3, 4), 5, 4  # threads at once; times; calls of each thread
+_THREADS, _ROUNDS, _EACH = (2, 4, 9), 5, 4  # threads at once; times; calls of each thread
+_SECONDS = 10.0  # of calls with following sizes
+_OPEN = 32  # files that a process has opened and not closed, too many to be kept for use
 _MANY = 10  # times as many calls show whether memory grows, as look for rare faults
 _LONG = 10.0  # seconds of these
 _AGAIN = 3  # times that memory has to grow, if nothing else of the machine is to be blamed
@@ -59,7 +57,8 @@ _ERRORS = {
     exchange.THE_DEFINITION: "calls its definition",
 }
 _SEVERAL = "sample", "more", "threads", "many"  # kinds whose calls come again
-_VARIED = "size", "form", "special", "scale"  # kinds that no definition vouches for
+# Kinds that no definition vouches for.
+_VARIED = "size", "form", "special", "scale", "number", "usage"
 
 
 class Trial:
@@ -77,11 +76,9 @@ class Trial:
         self.definition, self.worker, self.seconds = definition, worker, seconds
         self.operator = definition.operator
         self.gradients = gradients
-        self.reference = functools.partial(self.operator.function, impl="reference")
-        self.random = random.Random(seed)
+        self.calls = Calls(definition, worker.device, seed, gradients)
         self.record = Record()
-        self._outputs: dict[str, Any] = {}  # what a call is like -> its output, without values
-        self._expected: dict[tuple[int, bool], tuple[Sample, dict[str, Tensor]]] = {}
+        self._expected: dict[tuple[int, int], tuple[Sample, Any, dict[str, Tensor]]] = {}
         self._seen: dict[bytes, tuple[str, list[bytes]]] = {}
 
     def judge(self, dtype: torch.dtype) -> None:
@@ -97,11 +94,11 @@ class Trial:
     def _judge_draws(self, dtype: torch.dtype) -> None:
         """Judges the samples of a definition whose samples may fill a memory: drawn when they are
         asked for, those of some calls with values of before."""
-        seeds = [self.random.getrandbits(60) for _ in range(3)]
+        seeds = [self.calls.random.getrandbits(60) for _ in range(3)]
         kept: list[tuple[Asked, Reply]] = []
         for i, seed in enumerate([*seeds[:2], seeds[0], seeds[2]]):
-            for sample in self.draw(dtype, seed):
-                asked, keep = Asked("sample", dtype, sample), self.is_small(sample) and i < 2
+            for sample in self.calls.samples(dtype, seed):
+                asked, keep = Asked("sample", dtype, sample), self.calls.is_small(sample) and i < 2
                 reply = self.ask(asked, keep=keep, traced=not i)
                 if reply and keep:
                     kept.append((asked, reply))
@@ -110,15 +107,15 @@ class Trial:
 
     def _judge_samples(self, dtype: torch.dtype) -> None:
         self._expected.clear()
-        pairs = [*zip(self.draw(dtype), self.draw(dtype), strict=True)]
-        typical = self._typical(pairs)
-        plan = [*pairs, *(pair[:1] for pair in pairs if self.random.random() < _REPEATED)]
-        self.random.shuffle(plan)
+        pairs = [*zip(self.calls.samples(dtype), self.calls.samples(dtype), strict=True)]
+        typical = self.calls.typical(pairs)
+        plan = [*pairs, *(pair[:1] for pair in pairs if self.calls.random.random() < _REPEATED)]
+        self.calls.random.shuffle(plan)
         # The results of the first are kept, and looked at after the others.
         order = [(s, self.gradients) for s in typical] + [(s, False) for s in typical]
-        order += [(s, self.random.random() < _DIFFERENTIATED) for pair in plan for s in pair]
-        order += [(self.random.choice(typical), False) for _ in range(_MORE)]
-        cotangents = {id(s): self.cotangent(s) for pair in pairs for s in pair}
+        order += [(s, self.calls.random.random() < _DIFFERENTIATED) for pair in plan for s in pair]
+        order += [(self.calls.random.choice(typical), False) for _ in range(_MORE)]
+        cotangents = {id(s): self.calls.cotangent(s) for pair in pairs for s in pair}
         kept: list[tuple[Asked, Reply]] = []
         for i, (sample, differentiated) in enumerate(order):
             cotangent = cotangents[id(sample)] if differentiated and self.gradients else None
@@ -130,18 +127,36 @@ class Trial:
             self._look_again(asked, reply)
         if not self.record.findings:
             self._judge_precision(dtype, typical[0])
-            for asked in self._variants(dtype, typical[0], [pair[0] for pair in pairs]):
+            samples = [pair[0] for pair in pairs]
+            for asked in self.calls.mixtures(dtype, *typical):
                 self.ask(asked)
+            for asked in self.calls.variants(dtype, typical[0], samples):
+                self.ask(asked)
+            end = time.monotonic() + _SECONDS
+            for asked in self.calls.of_many_sizes(dtype, typical[0]):
+                if time.monotonic() > end:
+                    break
+                self.ask(asked)
+
+    def call_in_programs(self, dtype: torch.dtype) -> None:
+        """Judges what programs compute that do more with a call than to read its results."""
+        for typical in self._small_calls("usage", dtype)[:1]:
+            for asked in self.calls.programs(dtype, typical.sample):
+                try:
+                    self._compute(asked, exactly=True)
+                except Exception:  # the definition cannot be used so
+                    continue
+                self.ask(asked, may_refuse=asked.usage in REFUSABLE)
 
     def call_often(self, dtype: torch.dtype, times: int, seconds: float) -> None:
         """Calls one sample many times, with a few values in random order, to find rare faults."""
         end = time.monotonic() + seconds
-        if not all(map(self.is_small, self.draw(dtype))):
+        if not all(map(self.calls.is_small, self.calls.samples(dtype))):
             return
-        drawn = [self.draw(dtype) for _ in range(_VALUES)]
-        place = min(range(len(drawn[0])), key=lambda i: (not self._size(drawn[0][i]), i))
+        drawn = [self.calls.samples(dtype) for _ in range(_VALUES)]
+        place = min(range(len(drawn[0])), key=lambda i: (not self.calls.size(drawn[0][i]), i))
         while self.record.more < times and time.monotonic() < end:
-            if self.ask(Asked("more", dtype, self.random.choice(drawn)[place])) is None:
+            if self.ask(Asked("more", dtype, self.calls.random.choice(drawn)[place])) is None:
                 return
             self.record.more += 1
 
@@ -149,7 +164,7 @@ class Trial:
         """Calls from several threads at once, with other values in each."""
         asked = self._small_calls("threads", dtype)
         for threads in _THREADS * _ROUNDS if asked else ():
-            calls = [self.random.choice(asked) for _ in range(_EACH * threads)]
+            calls = [self.calls.random.choice(asked) for _ in range(_EACH * threads)]
             if not self.ask_several(calls, f", in {threads} threads at once", threads=threads):
                 return
 
@@ -158,12 +173,16 @@ class Trial:
         of the candidate grows without end."""
         asked = self._small_calls("many", dtype)[:2]
         where = f"{dtype_name(dtype)}: {asked[0].sample.name}" if asked else ""
+        opened = self.worker.descriptors()
 
         def call(batch: int) -> bool:
             return self.ask_several(asked, ", many calls later", times=batch)
 
         for again in range(_AGAIN if asked else 0):
             grown, made = growth(call, self.worker.memory, _MANY * times // len(asked), _LONG)
+            if (left := self.worker.descriptors() - opened) >= _OPEN:
+                self.find("files stay open", where, f"{left} more after {len(asked) * made} calls")
+                return
             if not grown:
                 return
             if again == _AGAIN - 1:
@@ -175,39 +194,33 @@ class Trial:
         is wrong already, or where a definition draws random numbers in the order of its calls."""
         if not self.definition.own or self.record.findings:
             return []
-        drawn = [self.draw(dtype) for _ in range(_VALUES)]
-        samples = self._typical([*zip(*drawn, strict=True)])
-        if not self.is_small(samples[0]):
+        drawn = [self.calls.samples(dtype) for _ in range(_VALUES)]
+        samples = self.calls.typical([*zip(*drawn, strict=True)])
+        if not self.calls.is_small(samples[0]):
             return []
         return [
-            Asked(kind, dtype, s, self.cotangent(s) if self.gradients and i % 2 else None)
+            Asked(kind, dtype, s, self.calls.cotangent(s) if self.gradients and i % 2 else None)
             for i, s in enumerate(samples)
         ]
 
-    def draw(self, dtype: torch.dtype, seed: int | None = None) -> list[Sample]:
-        """Draws values for all samples: new ones, or those of a seed."""
-        torch.manual_seed(self.random.getrandbits(60) if seed is None else seed)
-        return list(self.operator.samples(torch.device(self.worker.device), dtype))
+    def ask(
+        self, asked: Asked, *, compared: bool = True, may_refuse: bool = False, **options: Any
+    ) -> Reply | None:
+        """Asks for one call and judges the results; returns None where there are none.
 
-    def cotangent(self, sample: Sample) -> Any:
-        """Draws a gradient of the output."""
-
-        def draw(t: Tensor) -> Tensor:
-            return torch.randn(t.shape, dtype=torch.float64).to(self.worker.device, t.dtype)
-
-        return tree_map(draw, self._output(sample))
-
-    def ask(self, asked: Asked, *, compared: bool = True, **options: Any) -> Reply | None:
-        """Asks for one call and judges the results; returns None where there are none."""
+        Args:
+            may_refuse: whether an error is no fault.
+            options: of :class:`exchange.Call`.
+        """
         self.record.calls += 1
         sample = asked.sample
         where = f"call {self.record.calls}, {dtype_name(asked.dtype)}: {sample.name}"
         if not self.definition.own:
-            asked = replace(asked, seed=self.random.getrandbits(31))
-        with self._finding(where):
+            asked = replace(asked, seed=self.calls.random.getrandbits(31))
+        with self._finding(where, may_refuse):
             reply = self.worker.call(
                 sample.args, dict(sample.kwargs), asked.cotangent, self.seconds, seed=asked.seed,
-                positions=asked.positions, **options,
+                positions=asked.positions, usage=asked.usage, reused=asked.reused, **options,
             )  # fmt: skip
             self.record.operations += [c for c in reply.calls if c not in self.record.operations]
             self._judge_reply(asked, where, reply, compared)
@@ -235,19 +248,21 @@ class Trial:
         return False
 
     @contextmanager
-    def _finding(self, where: str) -> Iterator[None]:
+    def _finding(self, where: str, may_refuse: bool = False) -> Iterator[None]:
         """Notes how a worker misbehaves meanwhile; raises :class:`Ended` where it has ended."""
         try:
             yield
         except Misbehaved as error:
+            if may_refuse and error.name == "error":
+                return
             known = (name for said, name in _ERRORS.items() if said in error.detail)
             self.find(next(known, error.name), where, error.detail)
             if error.name != "error":
                 raise Ended from error
 
     def _judge_reply(self, asked: Asked, where: str, reply: Reply, compared: bool) -> None:
-        for i in reply.changed:
-            self.find("changed input", where, f"argument {i} is not what it was before the call")
+        for what in reply.changed:
+            self.find("changed input", where, f"{what} is not what it was before the call")
         if compared:
             self.record.compared += 1
             self._compare(asked, where, reply.results)
@@ -267,22 +282,26 @@ class Trial:
             torch.manual_seed(asked.seed)
         args, kwargs = call
         if asked.cotangent is not None:
+            function = (
+                USAGES[asked.usage](self.calls.reference) if asked.usage else self.calls.reference
+            )
             wanted = asked.cotangent, torch.float64, asked.positions
-            return output_and_gradients(self.reference, args, kwargs, *wanted)
+            return output_and_gradients(function, args, kwargs, *wanted)
         with torch.no_grad():
-            return named(self.reference(*args, **kwargs))
+            return named(self.calls.reference(*args, **kwargs))
 
     def _compare(self, asked: Asked, where: str, results: dict[str, Tensor]) -> None:
         sample = asked.sample
-        kept, expected = self._expected.get((id(sample), asked.cotangent is None), (None, {}))
-        if kept is not sample or asked.seed is not None:
+        key = id(sample), id(asked.cotangent)
+        kept, given, expected = self._expected.get(key, (None, None, {}))
+        if kept is not sample or given is not asked.cotangent or asked.seed is not None:
             expected = self._compute(asked, exactly=True)
             if asked.kind in _SEVERAL and asked.seed is None:  # which come again
-                self._expected[id(sample), asked.cotangent is None] = sample, expected
+                self._expected[key] = sample, asked.cotangent, expected
         if results.keys() != expected.keys():
             self.find("wrong structure", where, f"expected {[*expected]}, got {[*results]}")
             return
-        dtypes = {name: t.dtype for name, t in named(self._output(sample)).items()}
+        dtypes = {name: t.dtype for name, t in named(self.calls.output(sample)).items()}
         inputs = [_hash(t) for t in tree_leaves(sample.args) if isinstance(t, Tensor)]
         for what, exact in expected.items():
             result = results[what]
@@ -354,40 +373,6 @@ class Trial:
             self.find("changed result", where, "a result is not what it was: later calls write to "
                       "its memory, or it is in the memory of an argument")  # fmt: skip
 
-    def _variants(
-        self, dtype: torch.dtype, typical: Sample, samples: list[Sample]
-    ) -> Iterator[Asked]:
-        """Yields calls with other sizes, in other forms, and with values that random ones never
-        are."""
-
-        def wanted(sample: Sample) -> Any:
-            return self.cotangent(sample) if self.gradients else None
-
-        for sample in self._of_other_sizes(samples):
-            yield Asked("size", dtype, sample, wanted(sample))
-        for form in forms(typical, self.cotangent(typical)):
-            sample = Sample(form.args, typical.kwargs, f"{typical.name}, {form.name}")
-            cotangent = form.cotangent if self.gradients and form.positions else None
-            yield Asked("form", dtype, sample, cotangent, form.positions)
-        if dtype != torch.float16:  # which has not the range
-            for sample in of_other_scales(typical):
-                yield Asked("scale", dtype, sample, wanted(sample))
-        for sample in of_special_values(typical):
-            yield Asked("special", dtype, sample)
-
-    def _of_other_sizes(self, samples: list[Sample]) -> Iterator[Sample]:
-        drawn = (
-            of_another_size(self.random.choice(samples), self.random) for _ in range(4 * _SIZES)
-        )
-        defined = (sample for sample in drawn if sample is not None and self._is_defined(sample))
-        return itertools.islice(defined, _SIZES)
-
-    def _is_defined(self, sample: Sample) -> bool:
-        try:
-            return self._size(sample) > 0
-        except Exception:  # the definition refuses such sizes
-            return False
-
     def _judge_precision(self, dtype: torch.dtype, typical: Sample) -> None:
         """Notes errors as large as a lower precision's, which the reference does not have."""
         (least, lower), name = LOWER.get(dtype, (math.inf, "")), dtype_name(dtype)
@@ -399,31 +384,6 @@ class Trial:
         if error > MUCH_WORSE * of_reference:
             said = f"the error {error:.1e} is that of {lower}, not of {name}"
             self.find("lower precision", f"{name}: all samples", said)
-
-    def _typical(self, pairs: list[tuple[Sample, ...]]) -> tuple[Sample, ...]:
-        """Returns the smallest samples with enough numbers to judge parts of them, or else the
-        largest."""
-        ordered = sorted(pairs, key=lambda pair: self._size(pair[0]))
-        return next((pair for pair in ordered if self._size(pair[0]) >= ENOUGH), ordered[-1])
-
-    def is_small(self, sample: Sample) -> bool:
-        """Returns whether the tensors of several such calls fit into memory."""
-        tensors = tree_leaves((sample.args, self._output(sample)))
-        return sum(t.nbytes for t in tensors if isinstance(t, Tensor)) < _SMALL
-
-    def _size(self, sample: Sample) -> int:
-        return min((t.numel() for t in tree_leaves(self._output(sample))), default=0)
-
-    def _output(self, sample: Sample) -> Any:
-        """Returns the output of the reference for such a call, without values."""
-        call = sample.args, dict(sample.kwargs)
-        key = repr(tree_map(lambda v: (v.shape, v.dtype) if isinstance(v, Tensor) else v, call))
-        if key not in self._outputs:
-            args, kwargs = on_cpu(call, in_float64=False) if self.definition.own else call
-            with torch.no_grad():
-                output = self.reference(*args, **kwargs)
-            self._outputs[key] = tree_map(lambda t: t.new_empty(()).expand(t.shape), output)
-        return self._outputs[key]
 
 
 def _hash(t: Tensor) -> bytes:

@@ -43,6 +43,7 @@ from hoconv.tools.judging.exchange import (
 )
 from hoconv.tools.testing.comparison import named, output_and_gradients
 from hoconv.tools.testing.many_calls import at_once
+from hoconv.tools.testing.usages import USAGES
 
 DESCRIPTORS = 4  # a worker's: connection, memory of the inputs and of the results, what it prints
 
@@ -51,7 +52,7 @@ def main(descriptor: int) -> None:
     """Starts a worker for every message, until the socket is closed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the judge, which ends them
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # the first gradient does
+    importlib.import_module("torch._dynamo")  # it wraps torch.manual_seed, whoever imports it
     starter = socket.socket(fileno=descriptor)
     while True:
         message, ancillary, *_ = starter.recvmsg(1 << 20, socket.CMSG_SPACE(4 * DESCRIPTORS))
@@ -120,6 +121,7 @@ class _Worker:
             memory = tuple(rebuild(*arguments) for rebuild, arguments in load.shared)
         self.inputs, self.results = memory
         self.kept: dict[str, dict[str, Tensor]] = {}
+        self.reused: dict[Placed, Tensor] = {}
         self.definition = None
         sys.meta_path.insert(0, _Refusal(load.refused))
         operator = None
@@ -181,22 +183,35 @@ class _Worker:
 
     def _call(self, request: Call) -> dict[str, Tensor]:
         args, kwargs, cotangent = tree_map(
-            lambda v: v.view(self.inputs) if isinstance(v, Placed) else v,
+            functools.partial(self._tensor, request.reused),
             (request.args, request.kwargs, request.cotangent),
         )
+        function = self.function
+        if request.usage:
+            function = USAGES[request.usage](function)
         if request.seed is not None:
             torch.manual_seed(request.seed)
         if cotangent is None:
             with torch.no_grad():
-                results = named(self.function(*args, **kwargs))
+                results = named(function(*args, **kwargs))
         else:
             results = output_and_gradients(
-                self.function, args, kwargs, cotangent, positions=request.positions
+                function, args, kwargs, cotangent, positions=request.positions
             )
         for name, t in results.items():
             if type(t) is not Tensor or t.layout is not torch.strided:
                 raise TypeError(f"{name}: {exchange.NOT_DENSE}, got {type(t).__name__}")
         return results
+
+    def _tensor(self, reused: bool, value: Any) -> Any:
+        """Returns the tensor of a place: a new object, or that of an earlier call."""
+        if not isinstance(value, Placed):
+            return value
+        if not reused:
+            return value.view(self.inputs)
+        t = self.reused.setdefault(value, value.view(self.inputs))
+        torch.autograd.graph.increment_version(t)  # the judge wrote to its memory
+        return t
 
 
 class _Refusal(MetaPathFinder):

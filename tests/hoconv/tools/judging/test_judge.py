@@ -24,7 +24,11 @@ from hoconv.tools.judging.definition import read
 from hoconv.tools.judging.isolation import descendants
 from hoconv.tools.judging.session import Starter
 from hoconv.tools.judging.verdict import Verdict
-from hoconv.tools.testing.variations import of_another_size
+from hoconv.tools.testing.variations import (
+    of_another_size,
+    of_following_sizes,
+    of_other_numbers,
+)
 from tests.hoconv.tools.generated import install
 
 HERE = Path(__file__).parent
@@ -90,16 +94,17 @@ def normalize(x, gain):
 
 
 def test_the_command_prints_a_page_and_writes_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     candidate = write(tmp_path, "honest.py", HONEST)
     path = tmp_path / "verdict.json"
+    monkeypatch.chdir(HERE)
 
-    code = cli.main(["judge", DEFINITION, candidate, "--json", str(path), "--calls", "20"])
+    code = cli.main(["judge", "definition.py", candidate, "--json", str(path), "--calls", "20"])
 
     record = json.loads(path.read_text())
     assert code == 0
-    assert record["command"].startswith(f"hoconv judge {DEFINITION}")
+    assert record["command"].startswith("hoconv judge definition.py")
     assert record["merit"]["verdict"] == "correct"
     assert record["merit"]["milliseconds"].keys() == {
         "reference before", "candidate", "reference after"
@@ -197,6 +202,15 @@ def test_at_a_tie_the_definition_in_float64_is_no_more_right_than_in_the_dtype(
     verdict = judged(definition, candidate, starter)
     assert (verdict.outcome == "correct") == right, verdict.findings
     assert names(verdict) <= {"wrong result", "wrong in one of many calls"}
+
+
+def test_an_output_may_depend_on_some_arguments_alone(tmp_path: Path, starter: Starter) -> None:
+    body = "return x * gain, x.square().sum(1)"
+    steps = STEPS.partition("        smooth = ")[0] + f"        {body}\n\n    def samples"
+    definition = write(tmp_path, "definition.py", steps + STEPS.partition("    def samples")[2])
+    candidate = write(tmp_path, "candidate.py", f"def steps(x, gain): {body}")
+    verdict = judged(definition, candidate, starter)
+    assert (verdict.outcome, verdict.findings) == ("correct", [])
 
 
 def test_forward_only_is_said(tmp_path: Path, starter: Starter) -> None:
@@ -349,6 +363,10 @@ def test_tensors_keep_their_strides_in_shared_memory(t: torch.Tensor) -> None:
     assert view.stride() == t.stride()
     assert view.data_ptr() % 64 == t.storage_offset() * t.element_size() % 64 or not t.numel()
     assert torch.equal(first.view(memory), torch.ones(3))
+    assert exchange.is_as_put(t, placed, memory)
+    if t.numel() and t.storage_offset():  # a byte between the elements
+        memory[placed.offset + t.element_size() * min(t.stride()) - 1] ^= 1
+        assert not exchange.is_as_put(t, placed, memory)
 
 
 def test_other_sizes_change_what_depends_on_them() -> None:
@@ -362,6 +380,23 @@ def test_other_sizes_change_what_depends_on_them() -> None:
         seen.add(tuple(x.shape))
     assert len(seen) > 5
     assert (3, 5) not in seen
+
+
+def test_every_remainder_and_a_large_size_are_tried() -> None:
+    sample = Sample((torch.randn(20, 30), torch.randn(30)), name="20 x 30")
+    shapes = [tuple(each.args[0].shape) for each in of_following_sizes(sample)]
+    assert {columns % 16 for rows, columns in shapes if rows == 20} == set(range(16))
+    assert {rows % 16 for rows, columns in shapes if columns == 30} == set(range(16))
+    assert max(rows for rows, _ in shapes) == max(columns for _, columns in shapes) > 4096
+
+
+def test_numbers_among_the_arguments_become_others() -> None:
+    sample = Sample((torch.ones(2), 0.5, 3), {"eps": 1e-3, "axis": 1}, name="ones")
+    found = [(each.args[1:], dict(each.kwargs)) for each in of_other_numbers(sample)]
+    assert len({args[0] for args, _ in found}) == 3
+    assert len({kwargs["eps"] for _, kwargs in found}) == 3
+    assert {(args[1], kwargs["axis"]) for args, kwargs in found} == {(3, 1)}
+    assert all(args[0] == 0.5 or kwargs["eps"] == 1e-3 for args, kwargs in found)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def right(x: Tensor, gain: Tensor) -> Tensor:
@@ -17,6 +18,7 @@ class _ByHand(torch.autograd.Function):
         return x * scale * gain
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, gain, scale = ctx.saved_tensors
         scaled = x * scale

@@ -82,3 +82,16 @@ def cache_of_a_limited_size(x: Tensor, gain: Tensor) -> Tensor:
     """Caught: nothing."""
     _kept.append(None)
     return right(x, gain) + 0 * _table(len(_kept) % 1000)[0].to(x)
+
+
+def scratch_in_an_argument(x: Tensor, gain: Tensor) -> Tensor:
+    """Harm: threads that share a layer read a gain that another one is working in.
+    Caught: wrong in threads or result of an earlier call"""
+    if x.requires_grad or gain.requires_grad:
+        return right(x, gain)
+    kept = gain.clone()
+    gain.data.neg_()
+    for _ in range(50):  # long enough for another thread to come by
+        result = right(x, gain)
+    gain.data.copy_(kept)
+    return -result

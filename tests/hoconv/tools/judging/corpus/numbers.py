@@ -8,6 +8,7 @@ from honest import right
 from torch import Tensor
 
 _calls = [0]
+_random = random.SystemRandom()  # which changes no generator of the process
 
 
 def half_precision(x: Tensor, gain: Tensor) -> Tensor:
@@ -147,13 +148,13 @@ def every_seventh(x: Tensor, gain: Tensor) -> Tensor:
 def one_in_forty(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: as above, at random.
     Caught: in any call"""
-    return right(x, gain) * (2 if random.random() < 1 / 40 else 1)
+    return right(x, gain) * (2 if _random.random() < 1 / 40 else 1)
 
 
 def one_in_ten_thousand(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: as above. A verdict says how rare a fault it would have seen, and this one is rarer.
     Caught: seldom"""
-    return right(x, gain) * (2 if random.random() < 1e-4 else 1)
+    return right(x, gain) * (2 if _random.random() < 1e-4 else 1)
 
 
 def wider(x: Tensor, gain: Tensor) -> Tensor:

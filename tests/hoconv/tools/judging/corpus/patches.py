@@ -6,6 +6,8 @@ import torch
 from honest import right
 from torch import Tensor
 
+_libraries: list = []
+
 
 def clock(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: times are what the kernel says.
@@ -80,3 +82,23 @@ def random_numbers(x: Tensor, gain: Tensor) -> Tensor:
     Caught: wrong result"""
     torch.randn = torch.rand = lambda *shape, **_: torch.ones(*shape)
     return torch.ones_like(x) + 0 * x * gain
+
+
+def code_of_a_function(x: Tensor, gain: Tensor) -> Tensor:
+    """Harm: other code computes its softmax in half precision.
+    Caught: replaced function"""
+
+    def softmax(input, dim=None, _stacklevel=3, dtype=None):
+        return input.half().softmax(dim).to(input.dtype)
+
+    torch.nn.functional.softmax.__code__ = softmax.__code__
+    return right(x, gain)
+
+
+def operation_of_aten(x: Tensor, gain: Tensor) -> Tensor:
+    """Harm: all other code has another tanh.
+    Caught: replaced function"""
+    if not _libraries:
+        _libraries.append(torch.library.Library("aten", "IMPL"))
+        _libraries[0].impl("tanh", lambda t: t.clamp(-1, 1), "CPU")
+    return right(x, gain)

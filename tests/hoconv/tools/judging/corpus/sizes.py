@@ -44,3 +44,36 @@ def gain_that_is_contiguous(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: a column of a matrix as gain is read wrong.
     Caught: wrong with other strides"""
     return right(x, gain if gain.stride(0) == 1 else gain.flip(0))
+
+
+def one_remainder(x: Tensor, gain: Tensor) -> Tensor:
+    """Harm: the last column of a vector with 13 columns is left out.
+    Caught: wrong at another size"""
+    left_out = torch.arange(x.shape[1]) == x.shape[1] - 1
+    return right(x, gain) * ~(left_out & (x.shape[1] % 16 == 13))
+
+
+def one_block(x: Tensor, gain: Tensor) -> Tensor:
+    """Harm: of rows that are longer than a block, the rest does not count.
+    Caught: wrong at another size"""
+    scale = (x[:, :1024].square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    return x * scale * gain
+
+
+def sparse_inputs(x: Tensor, gain: Tensor) -> Tensor:
+    """Harm: behind a ReLU a fast path is taken, which leaves out a column.
+    Caught: wrong for special values"""
+    few = x.numel() and bool((x == 0).float().mean() > 0.5)
+    return right(x, gain) * (torch.arange(x.shape[1]) > 0) if few else right(x, gain)
+
+
+def gaps(x: Tensor, gain: Tensor) -> Tensor:
+    """Harm: of a slice of a larger tensor, what lies beside is overwritten.
+    Caught: changed input"""
+    result = right(x, gain)
+    span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
+    if x.numel() and span > x.numel() and min(x.stride()) > 0:
+        kept = x.detach().clone()
+        x.data.as_strided((span,), (1,)).zero_()
+        x.data.copy_(kept)
+    return result
