@@ -137,8 +137,7 @@ struct Worker {
   void convolve(const T* weight, const WeightStrides& ws, const T* x, const Strides& xs, T* y,
                 const Strides& ys, const Part& part, bool mirrored) {
     const bool can_be_in_place = is_in_place(xs, ys);
-    // The definition has no weights beside the sequence, whose place zeros take in mirrored
-    // windows.
+    // In mirrored windows zeros stand for the weights beside the sequence, which are not there.
     const bool zeros = mirrored && p.time_shared;
     const auto run = [&](int64_t t, int64_t read, int64_t steps, bool inside) {
       const bool in_place = inside && can_be_in_place;

@@ -86,8 +86,8 @@ class Calls:
             for sample, given in ((one, ones), (other, ones), (one, large)):
                 yield Asked("sample", dtype, sample, given)
         for _ in range(_REUSED):
-            again = next(s for s in self.samples(dtype) if s.name == one.name)
-            yield Asked("sample", dtype, again, reused=True)
+            for again in (s for s in self.samples(dtype) if s.name == one.name):
+                yield Asked("sample", dtype, again, reused=True)
 
     def of_many_sizes(self, dtype: torch.dtype, typical: Sample) -> Iterator[Asked]:
         """Yields calls of the sizes that follow those of a sample."""

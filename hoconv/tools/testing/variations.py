@@ -39,11 +39,12 @@ def of_another_size(sample: Sample, draws: random.Random) -> Sample | None:
 
 def of_following_sizes(sample: Sample) -> Iterator[Sample]:
     """Yields a call for each of the sizes that follow one that the arguments have, of every
-    remainder that a kernel may treat by itself; and one of a size that is large."""
-    for old in _sizes(sample):
-        for new in (*range(old + 1, old + 1 + _RESIDUES), _LARGE):
-            if resized := _resized(sample, old, new):
-                yield resized
+    remainder that a kernel may treat by itself; and then those of a size that is large."""
+    sizes = _sizes(sample)
+    pairs = [(old, old + n) for old in sizes for n in range(1, 1 + _RESIDUES)]
+    for old, new in (*pairs, *((old, _LARGE) for old in sizes)):
+        if resized := _resized(sample, old, new):
+            yield resized
 
 
 def of_other_numbers(sample: Sample) -> Iterator[Sample]:
