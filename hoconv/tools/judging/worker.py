@@ -8,6 +8,7 @@ is forked from it, isolated, and serves requests until its judge goes away.
 from __future__ import annotations
 
 import array
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -18,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -170,6 +172,9 @@ class _Worker:
 
     def _call_several(self, request: Several) -> dict[str, Tensor]:
         results: dict[str, Tensor] = {}
+        # What larger calls freed would be taken first: memory that is kept would not show.
+        with suppress(AttributeError):  # of another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
         def call_some(first: int) -> None:
             for i in range(first, len(request.calls), request.threads):
