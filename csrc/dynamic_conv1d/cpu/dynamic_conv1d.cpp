@@ -141,9 +141,9 @@ struct Worker {
     const bool zeros = mirrored && p.time_shared;
     const auto run = [&](int64_t t, int64_t read, int64_t steps, bool inside) {
       const bool in_place = inside && can_be_in_place;
-      const bool numbers = p.time_shared && (inside || !mirrored);
+      const bool scalars = p.time_shared && (inside || !mirrored);
       const bool own_weights = !(in_place && ws.t == 1 && p.head_channels() <= kChannels);
-      if (numbers)
+      if (scalars)
         load_shared(weight, ws, part);
       else if (own_weights)
         load_weights(weight, ws, part, mirrored ? read : t, steps, mirrored);
@@ -152,15 +152,15 @@ struct Worker {
         const View<A> to = in_place ? View<A>{same(y + c * ys.c + t), ys.c} : out.view();
         heads([&](int64_t h, int64_t row, int64_t rows) {
           const int64_t first = (h - part.head) * p.K;  // of the head's copied taps
-          View<A> taps = numbers ? View<A>{shared.data() + first, 1}
+          View<A> taps = scalars ? View<A>{shared.data() + first, 1}
                          : own_weights
                              ? View<A>{weights.view().row(first), weights.width}
                              : View<A>{same(weight + h * ws.h + (mirrored ? read : t)), ws.k};
           // A mirrored tap is read a step later than the tap that follows it.
-          if (mirrored) taps = {taps.row(p.K - 1), (numbers ? 0 : 1) - taps.pitch};
+          if (mirrored) taps = {taps.row(p.K - 1), (scalars ? 0 : 1) - taps.pitch};
           for_each_block<kChannels>(rows, [&](int64_t r, auto N) {
             const View<A> source{from.row(row + r), from.pitch}, sums{to.row(row + r), to.pitch};
-            if (numbers)
+            if (scalars)
               sum_taps<true>(N, source, taps, sums, steps);
             else
               sum_taps<false>(N, source, taps, sums, steps);
