@@ -364,7 +364,7 @@ def test_tensors_keep_their_strides_in_shared_memory(t: torch.Tensor) -> None:
     assert view.data_ptr() % 64 == t.storage_offset() * t.element_size() % 64 or not t.numel()
     assert torch.equal(first.view(memory), torch.ones(3))
     assert exchange.is_as_put(t, placed, memory)
-    if t.numel() and t.storage_offset():  # a byte between the elements
+    if t.numel() and t.storage_offset():  # a byte of the first one, or behind it
         memory[placed.offset + t.element_size() * min(t.stride()) - 1] ^= 1
         assert not exchange.is_as_put(t, placed, memory)
 

@@ -10,21 +10,24 @@ def right(x: Tensor, gain: Tensor) -> Tensor:
     return x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt() * gain
 
 
+def gradients(grad: Tensor, x: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns those of x and of gain."""
+    scale = (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    scaled, inner = x * scale, grad * gain
+    d_x = scale * (inner - scaled * (inner * scaled).mean(1, keepdim=True))
+    return d_x, (grad * scaled).sum(0)
+
+
 class _ByHand(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gain):
-        scale = (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
-        ctx.save_for_backward(x, gain, scale)
-        return x * scale * gain
+        ctx.save_for_backward(x, gain)
+        return right(x, gain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, gain, scale = ctx.saved_tensors
-        scaled = x * scale
-        inner = grad * gain
-        d_x = scale * (inner - scaled * (inner * scaled).mean(1, keepdim=True))
-        return d_x, (grad * scaled).sum(0)
+        return gradients(grad, *ctx.saved_tensors)
 
 
 def by_hand(x: Tensor, gain: Tensor) -> Tensor:

@@ -5,24 +5,12 @@ import random
 import threading
 
 import torch
-from honest import right
+from honest import gradients, right
 from torch import Tensor
 
 _calls = [0]
 _last = threading.local()
 _room = threading.Semaphore(1)
-_hooked: set = set()
-
-
-def _normal(x: Tensor) -> Tensor:
-    return x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
-
-
-def _gradients(grad: Tensor, x: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    scale = (x.square().mean(1, keepdim=True) + 1e-6).rsqrt()
-    normal, inner = x * scale, grad * gain
-    d_x = scale * (inner - normal * (inner * normal).mean(1, keepdim=True))
-    return d_x, (grad * normal).sum(0)
 
 
 class _Function(torch.autograd.Function):
@@ -33,7 +21,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients(grad, *ctx.saved_tensors)
+        return gradients(grad, *ctx.saved_tensors)
 
 
 class _OfTheLastCall(_Function):
@@ -44,7 +32,7 @@ class _OfTheLastCall(_Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients(grad, *_last.saved)
+        return gradients(grad, *_last.saved)
 
 
 def saves_the_last_call(x: Tensor, gain: Tensor) -> Tensor:
@@ -101,7 +89,7 @@ class _KeepsItsOutput(_Function):
     @staticmethod
     def backward(ctx, grad):
         (x, gain), output = ctx.saved_tensors, ctx.output
-        d_x, d_gain = _gradients(grad, x, gain)
+        d_x, d_gain = gradients(grad, x, gain)
         return d_x, d_gain + (grad * (output - right(x, gain))).sum(0)
 
 
@@ -114,7 +102,7 @@ def keeps_its_output(x: Tensor, gain: Tensor) -> Tensor:
 class _FirstOrder(_Function):
     @staticmethod
     def backward(ctx, grad):
-        return _gradients(grad, *(t.detach() for t in ctx.saved_tensors))
+        return gradients(grad, *(t.detach() for t in ctx.saved_tensors))
 
 
 def lacks_second_derivatives(x: Tensor, gain: Tensor) -> Tensor:
@@ -142,7 +130,7 @@ def leaves_a_hook(x: Tensor, gain: Tensor) -> Tensor:
     return right(_Half.apply(x), gain)
 
 
-def drops_gradients(x: Tensor, gain: Tensor) -> Tensor:
+def dropsgradients(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: gradients that were accumulated over several batches are lost.
     Caught: error"""
     gain.grad = None
@@ -182,10 +170,10 @@ def leaves_files_open(x: Tensor, gain: Tensor) -> Tensor:
 class _Clamped(_Function):
     @staticmethod
     def backward(ctx, grad):
-        return _gradients(grad.clamp(-8, 8), *ctx.saved_tensors)
+        return gradients(grad.clamp(-8, 8), *ctx.saved_tensors)
 
 
-def clamps_gradients(x: Tensor, gain: Tensor) -> Tensor:
+def clampsgradients(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: where a loss is scaled the gradient is wrong.
     Caught: wrong result"""
     return _Clamped.apply(x, gain)
@@ -203,7 +191,7 @@ class _Remembers(_Function):
         return known[1].clone(), known[2].clone()
 
 
-def remembers_gradients(x: Tensor, gain: Tensor) -> Tensor:
+def remembersgradients(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: the gradient of a sum, which is always ones, gives that of the first batch.
     Caught: result of an earlier call"""
     return _Remembers.apply(x, gain)
