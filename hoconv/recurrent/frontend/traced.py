@@ -1,4 +1,4 @@
-"""What a layer knows of its cell: the traces of both modes, the parameters, the outputs."""
+"""Traces a cell for a layer, in both modes: programs, parameters, outputs."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def functions() -> dict[str, Any]:
         for attribute, value in list(vars(owner).items()) if owner else ():
             if callable(value) and not isinstance(value, ModuleType):
                 found[f"{name}.{attribute}"] = value, getattr(value, "__code__", None)
-    taken = (each.split("/") for each in torch.library._impls)
+    taken = (each.split("/") for each in getattr(torch.library, "_impls", ()))
     return found | {f"aten::{op}": key for space, op, key in taken
                     if space == "aten" and key in _KEYS}  # fmt: skip
 

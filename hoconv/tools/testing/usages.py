@@ -1,4 +1,4 @@
-"""What a program does with a call besides reading its results. Each usage makes a function of the
+"""Programs that do more with a call than to read its results. Each usage makes a function of the
 same arguments and the same output of a function; whatever computes the function right computes the
 program right."""
 
@@ -50,7 +50,8 @@ def with_penalty(function: Function) -> Function:
     def program(*args: Any, **kwargs: Any) -> Any:
         output = function(*args, **kwargs)
         found = [g for g in _gradients(output, args, create_graph=True) if g.numel()]
-        # Of once_differentiable: torch.autograd.grad goes another way than by this node.
+        # The node of once_differentiable, which raises in a backward pass; torch.autograd.grad with
+        # respect to other tensors does not run it.
         if any(type(g.grad_fn).__name__ == "Error" for g in found):
             raise RuntimeError("it can be differentiated once")
         return _add(output, [g.square().mean() for g in found])
@@ -58,9 +59,9 @@ def with_penalty(function: Function) -> Function:
     return program
 
 
-def used_beside(function: Function) -> Function:
-    """Adds what the arguments are used for besides; they have gradients of an earlier batch, which
-    must stay."""
+def used_elsewhere(function: Function) -> Function:
+    """Adds another use of the arguments; they have gradients of an earlier batch, which must
+    stay."""
 
     def program(*args: Any, **kwargs: Any) -> Any:
         leaves = [a for a in args if is_floating(a) and a.requires_grad]
@@ -99,17 +100,19 @@ def in_a_process(function: Function) -> Function:
     return program
 
 
+PENALTY = "with a penalty of its gradients"
+_CHANGED = "with its output changed in place"
 # Name -> usage. Two calls at once come first: after other usages a kernel may have room for two.
 USAGES = {
     "called twice before it is differentiated": called_twice,
-    "changed in place": changed_in_place,
-    "with a penalty of its gradients": with_penalty,
+    _CHANGED: changed_in_place,
+    PENALTY: with_penalty,
     "differentiated twice in one graph": differentiated_again,
-    "its arguments used besides": used_beside,
-    "in a process of others": in_a_process,
+    "with its arguments used elsewhere": used_elsewhere,
+    "beside other work in its process": in_a_process,
 }
 # What a kernel may refuse with an error, but not compute wrong.
-REFUSABLE = "changed in place", "with a penalty of its gradients"
+REFUSABLE = _CHANGED, PENALTY
 
 
 def _gradients(output: Any, args: Sequence[Any], **options: bool) -> Sequence[Tensor]:

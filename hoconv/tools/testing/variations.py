@@ -28,8 +28,8 @@ _OFFSET, _NEGATIVE, _SPARSE = 1000.0, -64.0, 1 / 4
 
 def of_another_size(sample: Sample, draws: random.Random) -> Sample | None:
     """Changes one size wherever the arguments have it: what depends on it, as the number of taps of
-    a kernel does, changes alike. Returns None where there is no size to change; whether such a call
-    is defined, the reference must say."""
+    a kernel does, changes alike. Returns None where there is no size to change, or where a tensor
+    would be too large; whether such a call is defined, the reference must say."""
     sizes = _sizes(sample)
     if not sizes:
         return None
@@ -133,7 +133,7 @@ def _resized(sample: Sample, old: int, new: int) -> Sample | None:
         numbers = math.prod(new if n == old else n for n in value.shape)
         return numbers * value.element_size() > _MOST_BYTES
 
-    if new > _LARGER * old + 1 and any(map(is_large, tree_leaves(sample.args))):
+    if any(map(is_large, tree_leaves(sample.args))):
         return None
     args = tuple(tree_map(resize, sample.args))
     return Sample(args, sample.kwargs, f"{sample.name}, with {new} in place of {old}")
