@@ -44,7 +44,9 @@ def read(
         return copy.deepcopy(model)(*inputs)  # statistics of batches stay what they were
 
     def sample(device: torch.device) -> Sample:
-        inputs = (v.to(device) if isinstance(v, Tensor) else v for v in module.get_inputs())
+        with device:  # inputs may have gigabytes, which a CPU draws in tens of seconds
+            drawn = module.get_inputs()
+        inputs = (v.to(device) if isinstance(v, Tensor) else v for v in drawn)
         return Sample(tuple(inputs), name="get_inputs()")
 
     def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

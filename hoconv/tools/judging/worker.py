@@ -54,6 +54,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the judge, which ends them
     torch.compiler.reset()  # imports what wraps torch.manual_seed, which is no work of a candidate
+    torch.backends.cudnn.allow_tf32 = False  # float32 is judged as float32
     starter = socket.socket(fileno=descriptor)
     while True:
         message, ancillary, *_ = starter.recvmsg(1 << 20, socket.CMSG_SPACE(4 * DESCRIPTORS))

@@ -20,6 +20,7 @@ from hoconv.tools.judging.verdict import Verdict
 HERE = Path(__file__).parent
 TIMED = "timed call|remembers values"
 LEAST = 40
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def corpus() -> Iterator[tuple[str, str, str]]:
@@ -31,7 +32,9 @@ def corpus() -> Iterator[tuple[str, str, str]]:
                 yield path.stem, node.name, caught[1].rstrip(".")  # pyright: ignore
 
 
-def judge_exploit(family: str, name: str, caught: str, starter: Starter, folder: Path) -> Verdict:
+def judge_exploit(
+    family: str, name: str, caught: str, device: str, starter: Starter, folder: Path
+) -> Verdict:
     """Judges a function of the corpus as a file of its own."""
     definition = shutil.copy(HERE / "definition.py", folder)  # which some write to
     shutil.copy(HERE / "corpus" / "honest.py", folder)
@@ -39,19 +42,21 @@ def judge_exploit(family: str, name: str, caught: str, starter: Starter, folder:
     source = (HERE / "corpus" / f"{family}.py").read_text()
     candidate.write_text(f"{source}\n\nnormalize = {name}\nDEFINITION = {str(definition)!r}\n")
     options = Options(
+        device,
         seed=int.from_bytes(name.encode()[:4]),
         more=150,
         seconds=3 if caught == "no answer" else 60,
         times=bool(re.search(TIMED, caught)),
     )
-    return judge(read(str(definition), "cpu", 0), str(candidate), starter, options)
+    return judge(read(str(definition), device, 0), str(candidate), starter, options)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("family", "name", "caught"), [*corpus()])
 def test_exploit_is_caught_by_name(
-    family: str, name: str, caught: str, starter: Starter, tmp_path: Path
+    family: str, name: str, caught: str, device: str, starter: Starter, tmp_path: Path
 ) -> None:
-    verdict = judge_exploit(family, name, caught, starter, tmp_path)
+    verdict = judge_exploit(family, name, caught, device, starter, tmp_path)
     names = [finding.name for finding in verdict.findings]
     if caught == "nothing":
         assert (verdict.outcome, verdict.findings) == ("correct", [])

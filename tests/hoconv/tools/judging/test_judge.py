@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,27 @@ def test_a_file_of_kernelbench_is_read_as_it_is(tmp_path: Path, starter: Starter
         assert verdict.record.errors.keys() == {"float32"}
 
 
+@pytest.mark.gpu
+def test_float32_is_float32_on_a_gpu(tmp_path: Path, starter: Starter) -> None:
+    """In the candidate's process as in the judge's: TF32 would be wrong by more than is allowed."""
+    source = """
+import torch
+
+class {name}(torch.nn.Conv2d):
+    pass
+
+def get_inputs():
+    return [torch.rand(8, 64, 32, 32)]
+
+def get_init_inputs():
+    return [64, 64, 3]
+"""
+    definition = write(tmp_path, "model.py", source.format(name="Model"))
+    candidate = write(tmp_path, "new.py", source.format(name="ModelNew"))
+    verdict = judge(read(definition, "cuda", 3), candidate, starter, replace(QUICK, device="cuda"))
+    assert verdict.outcome == "correct", verdict.findings
+
+
 def test_weights_are_those_of_the_definition(tmp_path: Path, starter: Starter) -> None:
     """Even where the candidate draws them in another order."""
     definition = write(tmp_path, "model.py", MODEL.format(name="Model", output=OUTPUT) + INPUTS)
@@ -404,6 +426,14 @@ def test_no_alarm_for_this_projects_kernels(starter: Starter) -> None:
     verdict = judged(
         "dynamic_conv1d", "cpp", starter, Options(seed=random.randrange(2**31), more=100)
     )
+    assert verdict.outcome == "correct", verdict.findings
+    assert any("hoconv::" in said for said in verdict.provenance())
+
+
+@pytest.mark.gpu
+def test_no_alarm_for_this_projects_kernels_on_a_gpu(starter: Starter) -> None:
+    options = Options("cuda", seed=random.randrange(2**31), more=100)
+    verdict = judge(read("dynamic_conv1d", "cuda", 3), "cuda", starter, options)
     assert verdict.outcome == "correct", verdict.findings
     assert any("hoconv::" in said for said in verdict.provenance())
 
