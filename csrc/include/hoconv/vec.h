@@ -126,6 +126,17 @@ void load_row(acc_t<T>* dst, const T* src, int64_t stride, int64_t n) {
   for (; i < n; ++i) dst[i] = static_cast<acc_t<T>>(src[i]);
 }
 
+// Loads a register of numbers. A copy on the stack, which a conversion needs, is slow: a load of
+// what was just stored in smaller parts waits until all of them are in the cache.
+template <typename T>
+typename Vec<acc_t<T>>::type load_vector(const T* src) {
+  using A = acc_t<T>;
+  if constexpr (std::is_same_v<T, A>) return Vec<A>::load(src);
+  A row[Vec<A>::size];
+  load_row<T>(row, src, 1, Vec<A>::size);
+  return Vec<A>::load(row);
+}
+
 // Calls f(i) with the first of every `size` of n numbers; the last overlap those before them if n
 // is no multiple. n is at least `size`.
 template <typename F>
@@ -144,13 +155,11 @@ void load_columns(acc_t<T>* dst, int64_t pitch, const T* src, int64_t stride, in
   // Transposes a square from row i and column j on, of which `wanted` columns are stored.
   const auto square = [&](int64_t i, int64_t j, int64_t wanted) {
     typename V::type lanes[V::size];
-    for (int64_t m = 0; m < V::size; ++m) {
-      A row[V::size];
-      load_row<T>(row, src + (i + m) * stride + j, 1, V::size);
-      lanes[m] = V::load(row);
-    }
+    for (int64_t m = 0; m < V::size; ++m) lanes[m] = load_vector<T>(src + (i + m) * stride + j);
     V::transpose(lanes);
-    for (int64_t m = 0; m < wanted; ++m) V::store(dst + (j + m) * pitch + i, lanes[m]);
+#pragma GCC unroll 16
+    for (int64_t m = 0; m < V::size; ++m)
+      if (m < wanted) V::store(dst + (j + m) * pitch + i, lanes[m]);
   };
   const auto by_column = [&](int64_t i, int64_t count) {
     for (int64_t j = 0; j < columns; ++j)
@@ -198,6 +207,18 @@ void store_row(T* dst, int64_t stride, const acc_t<T>* src, int64_t n) {
   for (; i < n; ++i) dst[i] = static_cast<T>(src[i]);
 }
 
+// As store_row, of the numbers of a register.
+template <typename T>
+void store_vector(T* dst, int64_t stride, typename Vec<acc_t<T>>::type v) {
+  using A = acc_t<T>;
+  if constexpr (std::is_same_v<T, A>) {
+    if (stride == 1) return Vec<A>::store(dst, v);
+  }
+  A row[Vec<A>::size];
+  Vec<A>::store(row, v);
+  store_row<T>(dst, stride, row, Vec<A>::size);
+}
+
 // dst[i * stride + j] = src[j * pitch + i] for j < columns, i < n
 template <typename T>
 void store_columns(T* dst, int64_t stride, const acc_t<T>* src, int64_t pitch, int64_t columns,
@@ -215,11 +236,8 @@ void store_columns(T* dst, int64_t stride, const acc_t<T>* src, int64_t pitch, i
       typename V::type lanes[V::size];
       for (int64_t m = 0; m < V::size; ++m) lanes[m] = V::load(src + (j + m) * pitch + i);
       V::transpose(lanes);
-      for (int64_t m = 0; m < V::size; ++m) {
-        A row[V::size];
-        V::store(row, lanes[m]);
-        store_row<T>(dst + (i + m) * stride + j, 1, row, V::size);
-      }
+      for (int64_t m = 0; m < V::size; ++m)
+        store_vector<T>(dst + (i + m) * stride + j, 1, lanes[m]);
     });
   });
 }

@@ -189,22 +189,17 @@ struct LastWorker {
                        V::load(pixel + q * next_pixel + m * V::size);
       }
     }
-    for (int64_t q = 0; q < P; ++q) {
-      A sums[N * V::size];
-      for (int64_t m = 0; m < N; ++m) V::store(sums + m * V::size, acc[q][m]);
-      store_row<T>(out + q * os.w, os.c, sums, N * V::size);
-    }
+    for (int64_t q = 0; q < P; ++q)
+      for (int64_t m = 0; m < N; ++m)
+        store_vector<T>(out + q * os.w + m * V::size * os.c, os.c, acc[q][m]);
   }
 
   template <bool Each>
   static auto load_factor(const T* weight) {
-    if constexpr (!Each) {
+    if constexpr (Each)
+      return load_vector<T>(weight);
+    else
       return static_cast<A>(*weight);
-    } else {
-      A lanes[V::size];
-      load_row<T>(lanes, weight, 1, V::size);
-      return V::load(lanes);
-    }
   }
 
   // Finds the taps of a pixel, or of an inner one before it in the row, from which each is as far.
@@ -282,11 +277,8 @@ struct LastWorker {
 
   // out[c] = a[c] * b[c] for all channels
   void multiply(T* out, const A* a, const A* b) const {
-    for (int64_t c = 0; c < p.C; c += V::size) {
-      A products[V::size];
-      V::store(products, V::load(a + c) * V::load(b + c));
-      store_row<T>(out + c, 1, products, V::size);
-    }
+    for (int64_t c = 0; c < p.C; c += V::size)
+      store_vector<T>(out + c, 1, V::load(a + c) * V::load(b + c));
   }
 
   static A sum(typename V::type lanes) {
