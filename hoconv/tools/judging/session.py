@@ -77,7 +77,9 @@ class Starter:
     def __enter__(self) -> Starter:
         self._socket, theirs = socket.socketpair()
         self._folder = tempfile.TemporaryDirectory()
-        command = [sys.executable, "-P", "-m", "hoconv.tools.judging.worker", str(theirs.fileno())]
+        quiet = "-Wignore::DeprecationWarning"  # of forks of a process that has threads
+        module = "hoconv.tools.judging.worker"
+        command = [sys.executable, quiet, "-P", "-m", module, str(theirs.fileno())]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], cwd=self._folder.name, start_new_session=True
         )

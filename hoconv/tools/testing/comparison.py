@@ -127,7 +127,7 @@ def relative_error(
 
     It is NaN if either has a NaN, 0 if they are equal, but for the sign of a zero, and infinite if
     only `exact` is all zeros. An infinity is right where `exact` has it, and counts for neither
-    norm there. Either may be sparse.
+    norm there. Either may be sparse. It is computed where `exact` is.
 
     Args:
         typical: takes the place of `exact` in the denominator where it is larger: errors may cancel
@@ -138,14 +138,14 @@ def relative_error(
         return 0.0
 
     def parts_of(t: Tensor) -> Iterator[Tensor]:
-        return (part.cpu().double() for part in t.reshape(-1).split(_PART))
+        return (part.to(exact.device).double() for part in t.reshape(-1).split(_PART))
 
     def norm(parts: Iterable[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(part, order) for part in parts]
         return torch.linalg.vector_norm(torch.stack(norms), order)
 
     exact = exact.to_dense()
-    same_shape = torch.broadcast_tensors(result.cpu().to_dense(), exact.cpu())
+    same_shape = torch.broadcast_tensors(result.to(exact.device).to_dense(), exact)
     pairs = zip(*map(parts_of, same_shape), strict=True)
     error, size = norm(starmap(difference, pairs)), norm(map(without_infinities, parts_of(exact)))
     if typical is not None:

@@ -37,7 +37,7 @@ class _OfTheLastCall(_Function):
 
 def saves_the_last_call(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: of two layers the first gets the gradient of the second.
-    Caught: wrong in a program"""
+    Caught: wrong in a program or error"""
     return _OfTheLastCall.apply(x, gain)
 
 
