@@ -1,10 +1,12 @@
 // The matrix product of 8-bit integers whose products come from a table of all of them.
 //
-// A block copies the table into shared memory once, as 16-bit numbers, which hold every product of
-// 8-bit integers, and then computes tiles of the result one after the other. The lanes of a warp
-// look up the same row of the table at a time: their banks depend on the right operand only, and
-// lanes with equal operands share a read. Tables with larger numbers, and all tables on a GPU whose
-// shared memory is too small, are read through the L1 cache.
+// A look-up at random takes its bank of shared memory for one product of 2 bytes, and lanes that
+// need the same bank wait for each other. So a block brings the products of 8 rows together: for
+// each of some k it copies the 8 rows of the table that their operands name to shared memory, those
+// of one operand of a column beside each other. A thread has neighbouring columns, and reads the
+// products of a column with all 8 rows at once, 16 bytes. The copies are the price, 8 rows of the
+// table for each k; 512 to 2,048 columns of a block share it. Which operand's vectors are the rows
+// is chosen: where a few filters meet many pixels, the filters.
 //
 // M, N rows and columns of the product, K what it sums over.
 
@@ -21,136 +23,198 @@
 namespace hoconv::approx {
 namespace {
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps;
-constexpr int kRows = 8;    // of a thread; a tile has kWarps * kRows
-constexpr int kDepth = 32;  // k in shared memory at a time
-constexpr int kTable = 256 * 256;
+constexpr int kThreads = 512;
+constexpr int kRows = 8;   // of a tile
+constexpr int kDepth = 4;  // k of which products are in shared memory at a time
+constexpr int kOperands = 256;
+constexpr int kTable = kOperands * kOperands;
 
-// Element (i, k) of matrix n.
+// How a table is read: as the 16-bit numbers that hold all of its products, or as it is.
+enum Kind : int32_t { kSigned, kUnsigned, kWide };
+
+struct Table {
+  const int32_t* wide;
+  const uint16_t* narrow;
+  const Kind* kind;
+};
+
+// Copies the lowest 16 bits of all products, and says whether they are enough. One block.
+__global__ void __launch_bounds__(kThreads)
+    narrow_table(const int32_t* __restrict__ table, uint16_t* __restrict__ narrow, Kind* kind) {
+  bool is_signed = true, is_unsigned = true;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < kTable; i += kThreads) {
+    const int32_t product = table[i];
+    is_signed &= product == static_cast<int16_t>(product);
+    is_unsigned &= product == static_cast<uint16_t>(product);
+    narrow[i] = static_cast<uint16_t>(product);
+  }
+  is_signed = __syncthreads_and(is_signed), is_unsigned = __syncthreads_and(is_unsigned);
+  if (threadIdx.x == 0) *kind = is_signed ? kSigned : is_unsigned ? kUnsigned : kWide;
+}
+
+// Byte (i, k) of matrix n. Neighbours along i are neighbours in memory, unless a tile has them as
+// rows.
 struct Bytes {
   const uint8_t* data;
-  int64_t batch, row, depth;  // strides
+  int64_t batch, next, depth;  // strides
+  int64_t count;               // of i
 
-  __device__ uint8_t operator()(int64_t n, int64_t i, int64_t k) const {
-    return data[n * batch + i * row + k * depth];
+  __device__ const uint8_t* at(int64_t n, int64_t i, int64_t k) const {
+    return data + n * batch + i * next + k * depth;
   }
 };
 
-// Loads kDepth k of `rows` rows, from the first ones on; zeros out of range.
-template <int rows>
-__device__ void load(uint8_t (&target)[kDepth][rows], const Bytes& source, int64_t n,
-                     int64_t first_row, int64_t row_count, int64_t first_k, int64_t K) {
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kDepth * rows; i += kThreads) {
-    // Neighbouring threads load neighbours in memory.
-    const int row = source.depth == 1 ? i / kDepth : i % rows;
-    const int d = source.depth == 1 ? i % kDepth : i / rows;
-    const bool exists = first_row + row < row_count && first_k + d < K;
-    target[d][row] = exists ? source(n, first_row + row, first_k + d) : 0;
-  }
-}
+// The products of an operand of a column with those of a tile's rows.
+template <typename T>
+struct alignas(16) Entry {
+  T of[kRows];
+};
 
-// `columns` neighbouring columns belong to a thread; a tile has 32 times as many.
+// A matrix product, cut into tiles of kRows rows. `columns` neighbouring ones belong to a thread.
 template <int columns>
 struct Tiles {
-  static constexpr int kHeight = kWarps * kRows, kWidth = 32 * columns;
-  // kDepth k of both operands in shared memory.
-  struct Stage {
-    alignas(16) uint8_t left[kDepth][kHeight], right[kDepth][kWidth];
-  };
-  Bytes left, right;
+  static constexpr int kWidth = kThreads * columns;
+  using Operands = Pack<uint8_t, columns>;
+
+  Bytes down, across;
   int32_t* out;
-  TableMatmul p;
-  int64_t down, across;  // tiles of a matrix
+  int64_t next_matrix, next_row, next_column;  // strides of out
+  int64_t batch, K;
+  int64_t rows, widths;  // tiles of a matrix
+  bool aligned;          // whether the operands of neighbouring columns are loaded at once
 
-  Tiles(const Bytes& left, const Bytes& right, int32_t* out, const TableMatmul& p)
-      : left(left),
-        right(right),
+  Tiles(const Bytes& down, const Bytes& across, int32_t* out, int64_t batch, int64_t K,
+        bool transposed)
+      : down(down),
+        across(across),
         out(out),
-        p(p),
-        down((p.M + kHeight - 1) / kHeight),
-        across((p.N + kWidth - 1) / kWidth) {}
+        next_matrix(down.count * across.count),
+        next_row(transposed ? 1 : across.count),
+        next_column(transposed ? down.count : 1),
+        batch(batch),
+        K(K),
+        rows((down.count + kRows - 1) / kRows),
+        widths((across.count + kWidth - 1) / kWidth),
+        aligned((reinterpret_cast<uintptr_t>(across.data) | across.batch | across.depth) %
+                    columns ==
+                0) {}
 
-  __host__ __device__ int64_t count() const { return p.batch * down * across; }
+  int64_t count() const { return batch * rows * widths; }
 
-  // Computes the tiles of this block; table[256 * a + b] is the product of a and b.
+  // Computes the tiles of this block, with the products of a table. Shared memory has products of
+  // kDepth k, an entry for each operand.
   template <bool limited, typename T>
-  __device__ void compute(const T* table, const Limits& limits, Stage& stage) const {
-    for (int64_t tile = blockIdx.x; tile < count(); tile += gridDim.x)
-      compute<limited>(table, limits, stage, tile / across / down, tile / across % down * kHeight,
-                       tile % across * kWidth);
+  __device__ void compute(const T* __restrict__ table, Entry<T>* products,
+                          const Limits& limits) const {
+    __shared__ Pack<uint8_t, kRows> names[kDepth];  // rows of the table
+    for (int64_t tile = blockIdx.x; tile < batch * rows * widths; tile += gridDim.x) {
+      // Blocks that run at once read the same columns.
+      const int64_t n = tile / rows / widths;
+      const int64_t row = tile % rows * kRows;
+      const int64_t column = tile / rows % widths * kWidth + threadIdx.x * columns;
+      int32_t sums[kRows][columns] = {};
+      uint8_t name = load_name(n, row, 0);
+      Operands operands[kDepth];
+      load_operands(operands, n, column, 0);
+      for (int64_t k = 0; k < K; k += kDepth) {
+        if (threadIdx.x < kDepth * kRows) names[threadIdx.x / kRows].e[threadIdx.x % kRows] = name;
+        __syncthreads();
+#pragma unroll
+        for (int i = threadIdx.x; i < kDepth * kOperands; i += kThreads) {
+          const Pack<uint8_t, kRows> rows_of_table = names[i / kOperands];
+          Entry<T> entry;
+#pragma unroll
+          for (int r = 0; r < kRows; ++r)
+            entry.of[r] = table[kOperands * rows_of_table.e[r] + i % kOperands];
+          products[i] = entry;
+        }
+        __syncthreads();
+        Operands now[kDepth];
+#pragma unroll
+        for (int d = 0; d < kDepth; ++d) now[d] = operands[d];
+        name = load_name(n, row, k + kDepth);
+        load_operands(operands, n, column, k + kDepth);
+#pragma unroll
+        for (int d = 0; d < kDepth; ++d) {
+          if (d >= K - k) break;
+#pragma unroll
+          for (int c = 0; c < columns; ++c) {
+            const Entry<T> entry = products[d * kOperands + now[d].e[c]];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              if constexpr (limited)
+                sums[r][c] = max(limits.least, min(limits.most, int64_t{sums[r][c]} + entry.of[r]));
+              else
+                sums[r][c] += entry.of[r];
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+#pragma unroll
+        for (int c = 0; c < columns; ++c)
+          if (row + r < down.count && column + c < across.count)
+            out[n * next_matrix + (row + r) * next_row + (column + c) * next_column] = sums[r][c];
+    }
   }
 
  private:
-  template <bool limited, typename T>
-  __device__ void compute(const T* table, const Limits& limits, Stage& stage, int64_t n,
-                          int64_t first_row, int64_t first_column) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int32_t sum[kRows][columns] = {};
-    for (int64_t k = 0; k < p.K; k += kDepth) {
-      __syncthreads();
-      load(stage.left, left, n, first_row, p.M, k, p.K);
-      load(stage.right, right, n, first_column, p.N, k, p.K);
-      __syncthreads();
-      const int depth = min(int64_t{kDepth}, p.K - k);
-#pragma unroll 1
-      for (int d = 0; d < depth; ++d) {
-        const auto x = reinterpret_cast<const Pack<uint8_t, kRows>*>(stage.left[d])[warp];
-        const auto y = reinterpret_cast<const Pack<uint8_t, columns>*>(stage.right[d])[lane];
+  // Loads an operand of the tile's rows at kDepth k from k on: that of a thread, of the first ones.
+  __device__ uint8_t load_name(int64_t n, int64_t row, int64_t k) const {
+    const int64_t i = row + threadIdx.x % kRows, d = k + threadIdx.x / kRows;
+    const bool exists = threadIdx.x < kDepth * kRows && i < down.count && d < K;
+    return exists ? *down.at(n, i, d) : 0;
+  }
+
+  __device__ void load_operands(Operands (&operands)[kDepth], int64_t n, int64_t column,
+                                int64_t k) const {
+    const bool whole = aligned && column + columns <= across.count;
 #pragma unroll
-        for (int r = 0; r < kRows; ++r)
-#pragma unroll
-          for (int c = 0; c < columns; ++c) {
-            const int32_t product = table[256 * x.e[r] + y.e[c]];
-            if constexpr (limited)
-              sum[r][c] = max(limits.least, min(limits.most, int64_t{sum[r][c]} + product));
-            else
-              sum[r][c] += product;
-          }
+    for (int d = 0; d < kDepth; ++d) {
+      operands[d] = {};
+      if (k + d >= K) continue;
+      if (whole) {
+        operands[d] = *reinterpret_cast<const Operands*>(across.at(n, column, k + d));
+        continue;
       }
+#pragma unroll
+      for (int c = 0; c < columns; ++c)
+        if (column + c < across.count) operands[d].e[c] = *across.at(n, column + c, k + d);
     }
-    for (int r = 0; r < kRows; ++r)
-      for (int c = 0; c < columns; ++c) {
-        const int64_t row = first_row + warp * kRows + r;
-        const int64_t column = first_column + lane * columns + c;
-        if (row < p.M && column < p.N) out[(n * p.M + row) * p.N + column] = sum[r][c];
-      }
   }
 };
 
-// `shared`: the table fits the shared memory of a block; `limited`: sums are kept within limits.
-template <int columns, bool shared, bool limited>
+// `limited`: sums are kept within limits.
+template <int columns, bool limited>
 __global__ void __launch_bounds__(kThreads, 1)
-    multiply(Tiles<columns> tiles, const int32_t* __restrict__ table, Limits limits) {
-  __shared__ typename Tiles<columns>::Stage stage;
-  if constexpr (shared) {
-    extern __shared__ uint16_t products[];
-    bool is_signed = true, is_unsigned = true;
-    for (int i = threadIdx.x; i < kTable; i += kThreads) {
-      const int32_t product = table[i];
-      is_signed &= product == static_cast<int16_t>(product);
-      is_unsigned &= product == static_cast<uint16_t>(product);
-      products[i] = static_cast<uint16_t>(product);
-    }
-    if (__syncthreads_and(is_signed))
-      return tiles.template compute<limited>(reinterpret_cast<const int16_t*>(products), limits,
-                                             stage);
-    if (__syncthreads_and(is_unsigned))
-      return tiles.template compute<limited>(products, limits, stage);
+    multiply(const __grid_constant__ Tiles<columns> tiles, Table table, Limits limits) {
+  __shared__ Entry<int32_t> memory[kDepth * kOperands];
+  const auto compute = [&](const auto* entries) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(entries)>>;
+    tiles.template compute<limited>(entries, reinterpret_cast<Entry<T>*>(memory), limits);
+  };
+  switch (*table.kind) {
+    case kSigned:
+      return compute(reinterpret_cast<const int16_t*>(table.narrow));
+    case kUnsigned:
+      return compute(table.narrow);
+    case kWide:
+      return compute(table.wide);
   }
-  tiles.template compute<limited>(table, limits, stage);
 }
 
-template <int columns, bool shared, bool limited>
-void launch(const Tiles<columns>& tiles, const int32_t* table, const Limits& limits,
-            cudaStream_t stream) {
-  constexpr int bytes = shared ? kTable * sizeof(uint16_t) : 0;
-  const auto kernel = multiply<columns, shared, limited>;
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  const int64_t blocks =
-      std::min<int64_t>(tiles.count(), device_attribute(cudaDevAttrMultiProcessorCount));
-  kernel<<<blocks, kThreads, bytes, stream>>>(tiles, table, limits);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
+// The bytes of a matrix (batch, K, count) whose neighbours along the last dimension are neighbours
+// in memory; `kept` is what holds them.
+Bytes across_of(const Tensor& t, Tensor& kept) {
+  kept = t.stride(2) == 1 ? t : torch::stable::contiguous(t);
+  return {static_cast<const uint8_t*>(kept.const_data_ptr()), kept.stride(0), 1, kept.stride(1),
+          t.size(2)};
+}
+Bytes down_of(const Tensor& t) {
+  return {static_cast<const uint8_t*>(t.const_data_ptr()), t.stride(0), t.stride(2), t.stride(1),
+          t.size(2)};
 }
 
 // out (B, M, N) int32, the sum over k, in ascending order, of table[a[m, k] mod 256, b[k, n] mod
@@ -162,40 +226,47 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table,
   Tensor out = make_tensor(table, {p.batch, p.M, p.N});
   if (out.numel() == 0) return out;
   const Launch current(a);
-  const Bytes left{static_cast<const uint8_t*>(a.const_data_ptr()), a.stride(0), a.stride(1),
-                   a.stride(2)};
-  const Bytes right{static_cast<const uint8_t*>(b.const_data_ptr()), b.stride(0), b.stride(2),
-                    b.stride(1)};
-  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  const auto tiles_of = [&](auto columns) {
-    return Tiles<columns>(left, right, static_cast<int32_t*>(out.mutable_data_ptr()), p);
+  const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  // The time of the last block, where one column of each thread takes 2 and the copies for a k 1.
+  const auto time_of = [&](int64_t down, int64_t across, int64_t columns) {
+    const int64_t width = kThreads * columns;
+    const int64_t tiles = p.batch * ((down + kRows - 1) / kRows) * ((across + width - 1) / width);
+    return (tiles + multiprocessors - 1) / multiprocessors * (2 * columns + 1);
   };
-  // What the last block takes: a tile takes its columns, and about a fifth of one more to load.
-  const auto time_of = [&](auto columns) {
-    const int64_t count = tiles_of(columns).count();
-    return (count + multiprocessors - 1) / multiprocessors * (5 * columns + 1);
+  const auto least_time = [&](int64_t down, int64_t across) {
+    return std::min({time_of(down, across, 1), time_of(down, across, 2), time_of(down, across, 4)});
   };
-  const auto multiply_by = [&](auto columns, auto limited) {
-    const Tiles<columns> tiles = tiles_of(columns);
-    const auto* products = static_cast<const int32_t*>(table.const_data_ptr());
-    constexpr int needed = kTable * sizeof(uint16_t) + sizeof(typename Tiles<columns>::Stage);
-    const Limits kept = limits.value_or(Limits{});
-    if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= needed)
-      launch<columns, true, limited>(tiles, products, kept, current.stream);
-    else
-      launch<columns, false, limited>(tiles, products, kept, current.stream);
+  const bool transposed = least_time(p.N, p.M) < least_time(p.M, p.N);
+  const Tensor left = torch::stable::transpose(a, 1, 2);  // (B, K, M)
+  Tensor kept;
+  const Bytes down = down_of(transposed ? b : left);
+  const Bytes across = across_of(transposed ? left : b, kept);
+  const Tensor entries =
+      transposed ? torch::stable::contiguous(torch::stable::transpose(table, 0, 1)) : table;
+  Tensor narrow = make_tensor(table, {kTable}, ScalarType::Short);
+  Tensor kind = make_tensor(table, {1});
+  const Table read{static_cast<const int32_t*>(entries.const_data_ptr()),
+                   static_cast<uint16_t*>(narrow.mutable_data_ptr()),
+                   static_cast<Kind*>(kind.mutable_data_ptr())};
+  narrow_table<<<1, kThreads, 0, current.stream>>>(read.wide, const_cast<uint16_t*>(read.narrow),
+                                                   const_cast<Kind*>(read.kind));
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  const auto launch = [&](auto columns, auto limited) {
+    const Tiles<columns> tiles(down, across, static_cast<int32_t*>(out.mutable_data_ptr()), p.batch,
+                               p.K, transposed);
+    const int64_t blocks = std::min(tiles.count(), multiprocessors);
+    const auto kernel = multiply<columns, limited>;
+    kernel<<<blocks, kThreads, 0, current.stream>>>(tiles, read, limits.value_or(Limits{}));
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
   };
   const auto choose_columns = [&](auto limited) {
-    const std::integral_constant<int, 1> one;
-    const std::integral_constant<int, 2> two;
-    const std::integral_constant<int, 4> four;
-    const int64_t least_time = std::min({time_of(one), time_of(two), time_of(four)});
-    if (time_of(four) == least_time)
-      multiply_by(four, limited);
-    else if (time_of(two) == least_time)
-      multiply_by(two, limited);
+    const auto time = [&](int64_t columns) { return time_of(down.count, across.count, columns); };
+    if (time(4) <= std::min(time(2), time(1)))
+      launch(std::integral_constant<int, 4>{}, limited);
+    else if (time(2) <= time(1))
+      launch(std::integral_constant<int, 2>{}, limited);
     else
-      multiply_by(one, limited);
+      launch(std::integral_constant<int, 1>{}, limited);
   };
   if (limits)
     choose_columns(std::true_type{});

@@ -144,18 +144,19 @@ def _depthwise() -> Iterator[str]:
 
 
 def _products() -> Iterator[str]:
-    """Yields what differs of products of matrices, with tiles of every width."""
+    """Yields what differs of products of matrices, with tiles of every width, of rows of either."""
     for B, M, K, N in (
-        (1, 9, 40, 5), (1, 130, 33, 64), (2, 3, 70, 100), (1, 3, 0, 2),
+        (1, 9, 41, 5), (1, 130, 33, 64), (2, 3, 70, 1100), (2, 1030, 5, 9), (1, 3, 0, 2),
         # As many tiles as multiprocessors, of four columns a thread, and of two.
-        (132, 1, 3, 128), (132, 1, 3, 64),
+        (132, 2, 3, 2000), (132, 1000, 3, 1), (132, 1, 3, 1001),
     ):  # fmt: skip
         for most, limits in itertools.product((900, 2**15 - 1, 2**20), ((None, None), (-999, 999))):
             if B > 2 and most != 900:
                 continue
             a, b = _bytes(B, K, M).mT, _bytes(B, K, N)
             yield from _both("table_matmul", a, b, _table(most), *limits)
-            yield from _both("table_matmul", a, _bytes(B, N, K).mT, abs(_table(most)), *limits)
+            a, b = _bytes(B, M, K), _bytes(B, N, K).mT
+            yield from _both("table_matmul", a, b, abs(_table(most)), *limits)
 
 
 def _layers(folder: Path) -> Iterator[str]:
