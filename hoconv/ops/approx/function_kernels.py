@@ -18,6 +18,7 @@ from torch import Tensor
 from hoconv.jit import BuildError, driver
 from hoconv.jit.generated import compile_cuda
 from hoconv.ops.approx.accumulators import Adder, parse
+from hoconv.ops.approx.sources.c_functions import has_cache
 
 # As in functions.cuh.
 _THREADS, _ROWS, _COLUMNS = 256, 32, 32
@@ -84,6 +85,9 @@ def source(function: str | None, accumulator: str | None = None, signed: bool = 
     Args:
         function: the code of the multiplier; None for a table.
         accumulator, signed: as of :func:`matmul`.
+
+    Raises:
+        ValueError: a function has a cache.
     """
     functions, multiply, add = "", "Table{p.table}", "Exact{}"
     if function is not None:
@@ -103,6 +107,11 @@ def source(function: str | None, accumulator: str | None = None, signed: bool = 
 
 def _define(name: str, code: str) -> tuple[str, str]:
     """Returns the text of a function, whose names and macros no other text sees, and a call."""
+    if has_cache(code):
+        raise ValueError(
+            "a multiplier or an adder in C fills a cache in its first call, which the threads of a "
+            "GPU would not wait for; move the tensors to the CPU"
+        )
     end = "".join(f"#undef {macro}\n" for macro in sorted({*_MACRO.findall(code)}))
     text = f"namespace {name} {{\n{_INCLUDE.sub('', code)}}}\n{end}"
     return text, f"[](int64_t a, int64_t b) {{ return {name}::hoconv_result(a, b); }}"

@@ -29,6 +29,8 @@ MOST_OF_FUNCTIONS: dict[Operation, int] = {"mul": 16, "add": 32}  # bits of an o
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _FUNCTION = re.compile(r"^[ \t]*([a-zA-Z][\w \t]*?)[ \t]+(\w+)\s*\(([^()]*)\)\s*\{", re.MULTILINE)
 _STATIC = re.compile(r"\bstatic\b(?![^;=(]*\bconst)[^;=(]*[;=\[]")
+# A cache, which EvoApproxLib's multipliers of parts fill in their first call.
+_CACHE = re.compile(r"\bstatic\b[^;=(]*\*\s*\w+\s*=\s*(?:NULL|nullptr|0)\s*;")
 # A figure of a comment: its name, number and unit.
 _FIGURE = re.compile(
     r"^//[ \t]*(\w+%?)[ \t]*=[ \t]*([-+]?\d[\d.]*(?:[eE][-+]?\d+)?)[ \t]*(\S*)", re.MULTILINE
@@ -61,6 +63,7 @@ static inline int64_t hoconv_result(int64_t a, int64_t b) {{
   return hoconv_lowest(hoconv_returned(a, b), {width}, {signed});
 }}
 #ifndef __CUDACC__
+{first}
 extern "C" void hoconv_call(const int64_t* a, const int64_t* b, int64_t* results, int64_t count) {{
   for (int64_t i = 0; i < count; ++i) results[i] = hoconv_returned(a[i], b[i]);
 }}
@@ -75,6 +78,8 @@ extern "C" void hoconv_outer(const int64_t* a, int64_t rows, const int64_t* b, i
 }}
 #endif
 """
+# Fills a cache before threads read it.
+_FIRST = "static const int64_t hoconv_first = hoconv_returned(0, 0);"
 _ARGUMENTS = {  # p: a pointer
     "hoconv_call": "pppi", "hoconv_multiply": "pppi", "hoconv_outer": "pipip",
 }  # fmt: skip
@@ -231,7 +236,7 @@ def load(
             line.
         hoconv.jit.BuildError: there is no compiler.
     """
-    text, bare = _read(path)
+    text, bare = _read(path, _CACHE)
     function = _find(path, bare, _TYPES, "integers")
     name, types = function[2], _types(function)
     where = f"{path}, line {_line(bare, function)}"
@@ -250,7 +255,10 @@ def load(
         for each, operand, n, mask in zip(types, "ab", bits, masks, strict=True)
     )
     width = sum(bits) if operation == "mul" else bits[0]
-    call = _OF_INTEGERS.format(name=name, operands=operands, width=width, signed=is_signed)
+    first = _FIRST if has_cache(bare) else ""
+    call = _OF_INTEGERS.format(
+        name=name, operands=operands, width=width, signed=is_signed, first=first
+    )
     code = _compile(path, text, call)
     figures = _figures(path, text)
     result_bits, _ = _TYPES.get(function[1].split("static")[-1].strip(), (64, True))
@@ -293,14 +301,33 @@ def _figures(path: Path, text: str) -> dict[str, float]:
     return found
 
 
-def _read(path: Path) -> tuple[str, str]:
-    """Returns a source, and the same without its comments."""
+def has_cache(code: str) -> bool:
+    """Returns whether a code keeps what its first call computes."""
+    return _CACHE.search(_bare(code)) is not None
+
+
+def _bare(text: str) -> str:
+    """Returns a source without its comments, of as many lines."""
+    return _COMMENT.sub(_blank, text)
+
+
+def _blank(match: re.Match[str]) -> str:
+    """Returns spaces, and as many lines."""
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def _read(path: Path, allowed: re.Pattern[str] | None = None) -> tuple[str, str]:
+    """Returns a source, and the same without its comments.
+
+    Args:
+        allowed: the static variables that it may have.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected UTF-8 ({error.reason} at byte {error.start})") from None
-    code = _COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
-    if static := _STATIC.search(code):
+    code = _bare(text)
+    if static := _STATIC.search(allowed.sub(_blank, code) if allowed else code):
         raise ValueError(
             f"{path}, line {_line(code, static)}: a static variable, {static[0].strip()[:40]!r}; "
             "expected a function of its operands alone"

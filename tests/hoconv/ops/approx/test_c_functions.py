@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hoconv import ApproxConv2d, ApproxLinear, approx
 from hoconv.approx import CFunction, multiplier, table_matmul
+from hoconv.ops.approx import function_kernels
 from hoconv.ops.approx.operator import MATMUL
 from hoconv.tools.testing.variants import Variant, variants
 from tests.hoconv.ops.approx.test_multiplier_files import Circuit
@@ -253,6 +254,39 @@ def test_wrong_adders_are_refused_in_one_line(
     with pytest.raises(ValueError, match=message) as refused:
         approx.TableLinear(2, 3, table=table, accumulator=path)
     assert "\n" not in str(refused.value)
+
+
+CACHED = """
+#include <stdint.h>
+#include <stdlib.h>
+static uint16_t part(uint8_t a, uint8_t b) { return (a & 0xFE) * b; }
+uint32_t mul16u_C(uint16_t a, uint16_t b) {
+  static uint16_t * cache = NULL;
+  int empty = cache == NULL;
+  if(!cache) cache = (uint16_t *)malloc(256 * 256 * sizeof(uint16_t));
+  if(empty)
+    for(int i = 0; i < 256; i++)
+      for(int j = 0; j < 256; j++) cache[i * 256 + j] = part(i, j);
+  return cache[(a & 0xFF) * 256 + (b & 0xFF)] + ((uint32_t)cache[(a >> 8) * 256 + (b & 0xFF)] << 8)
+    + ((uint32_t)cache[(a & 0xFF) * 256 + (b >> 8)] << 8)
+    + ((uint32_t)cache[(a >> 8) * 256 + (b >> 8)] << 16);
+}
+"""
+
+
+def test_a_cache_is_no_state_but_not_for_the_threads_of_a_gpu(tmp_path: Path) -> None:
+    """As EvoApproxLib's multipliers of 16 bits have, which consist of smaller ones. The first call
+    fills it: here those of several threads at once."""
+    path = tmp_path / "mul16u_C.c"
+    path.write_text(CACHED)
+    found = multiplier(path)
+    assert isinstance(found, CFunction)
+    a, b = torch.randint(0, 1 << 16, (2, 1, 64, 300), dtype=torch.int32)
+    b = b.mT.contiguous()
+    wanted = ((a & 0xFEFE).long()[..., None] * b.long()[:, None]).sum(2)
+    assert torch.equal(table_matmul(a, b, found), wanted)
+    with pytest.raises(ValueError, match=r"fills a cache in its first call.*move the tensors"):
+        function_kernels.source(found.code)
 
 
 def test_a_layer_is_copied_saved_exported_and_costs_what_its_file_says(tmp_path: Path) -> None:
