@@ -310,10 +310,14 @@ class Trial:
         inputs = [_hash(t) for t in tree_leaves(sample.args) if isinstance(t, Tensor)]
         for what, exact in expected.items():
             result = results[what]
-            wanted = tuple(exact.shape), dtypes.get(what, result.dtype)
-            if (given := (tuple(result.shape), result.dtype)) != wanted:
-                self.find("wrong shape", where, f"{what}: expected {wanted}, got {given}")
-                return
+            dtype = dtypes.get(what, result.dtype)
+            for name, wanted, given in (
+                ("wrong shape", tuple(exact.shape), tuple(result.shape)),
+                ("wrong dtype", dtype, result.dtype),
+            ):
+                if given != wanted:
+                    self.find(name, where, f"{what}: expected {wanted}, got {given}")
+                    return
             if same_bits(result, exact):
                 continue
             failure = self._failure(asked, what, result, exact)
@@ -327,7 +331,7 @@ class Trial:
                 asked.kind in _VARIED and self._is_ill_conditioned(asked, what, result, exact)
             ):
                 continue
-            if of_inputs != inputs and bool((result != result.flatten()[0]).any()):
+            if of_inputs != inputs and not _is_constant(result):
                 name, failure = "result of an earlier call", f"{failure}; it is that of {earlier}"
             else:
                 name = WRONG[asked.kind]
@@ -389,6 +393,11 @@ class Trial:
         if error > MUCH_WORSE * of_reference:
             said = f"the error {error:.1e} is that of {lower}, not of {name}"
             self.find("lower precision", f"{name}: all samples", said)
+
+
+def _is_constant(t: Tensor) -> bool:
+    """Returns whether all numbers of a tensor are the same, or NaN."""
+    return bool((t == t.flatten()[0]).all() or t.isnan().all())
 
 
 def _hash(t: Tensor) -> bytes:

@@ -159,7 +159,7 @@ def one_in_ten_thousand(x: Tensor, gain: Tensor) -> Tensor:
 
 def wider(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: memory, and time of what comes next, are doubled.
-    Caught: wrong shape"""
+    Caught: wrong dtype"""
     return right(x, gain).double()
 
 
