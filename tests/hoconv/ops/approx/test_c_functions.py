@@ -228,6 +228,18 @@ def test_layers_and_models_take_an_adder(variant: Variant, tmp_path: Path) -> No
     assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
 
 
+def test_sums_of_as_many_bits_as_an_operand_wrap(tmp_path: Path) -> None:
+    """EvoApproxLib calls such adders add8s, and counts the errors of sums that fit."""
+    path = tmp_path / "add8s_T.c"
+    path.write_text(
+        "// WCE = 1\nuint64_t add8s_T(uint64_t a, uint64_t b) { return (a + b) & 254; }"
+    )
+    table = approx.multiplier(lambda a, b: a * b, bits=8, signed=True)
+    a = torch.full((1, 1, 3), 9, dtype=torch.int8)
+    found = table_matmul(a, a.mT.contiguous(), table, accumulator=path)  # 81 + 81 + 81
+    assert found.item() == (((80 + 81) & 254) + 81 & 254) - 256
+
+
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
@@ -238,6 +250,8 @@ def test_layers_and_models_take_an_adder(variant: Variant, tmp_path: Path) -> No
         ("sum.c", "int64_t sum(int64_t a, int64_t b) { return a + b; }",
          r"int64_t and int64_t do not say which bits count; name the function as in add8u or add1"),
         ("add9se.c", "// WCE = 2\nint add9se(int a, int b) { return (a | b) & 1023; }",
+         r"comment says WCE = 2, but with bits=\(9, 9\) and signed=True it is \d+ at least; corr"),
+        ("add9s.c", "// WCE = 2\nuint64_t add9s(uint64_t a, uint64_t b) { return (a | b) & 511; }",
          r"comment says WCE = 2, but with bits=\(9, 9\) and signed=True it is \d+ at least; corr"),
         ("add9se.c", "int add9se(int a, int b) { return 4 * (a + b); }",
          r"expected 10 bits, one more than an operand$"),
