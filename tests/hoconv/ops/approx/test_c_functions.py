@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +276,10 @@ def test_wrong_adders_are_refused_in_one_line(
 CACHED = """
 #include <stdint.h>
 #include <stdlib.h>
-static uint16_t part(uint8_t a, uint8_t b) { return (a & 0xFE) * b; }
+static uint16_t part(uint8_t a, uint8_t b) {
+  for (volatile int n = 0; n < 300; n++) {}  // so that other threads come while the cache is filled
+  return (a & 0xFE) * b;
+}
 uint32_t mul16u_C(uint16_t a, uint16_t b) {
   static uint16_t * cache = NULL;
   int empty = cache == NULL;
@@ -289,17 +294,31 @@ uint32_t mul16u_C(uint16_t a, uint16_t b) {
 """
 
 
+FIRST_CALLS = """
+import sys, torch
+from hoconv.ops.approx import function_products
+code, a, b, wanted = torch.load(sys.argv[1])
+torch.set_num_threads(8)
+assert torch.equal(function_products.matmul(a, b, None, code, False), wanted)
+"""
+
+
 def test_a_cache_is_no_state_but_not_for_the_threads_of_a_gpu(tmp_path: Path) -> None:
-    """As EvoApproxLib's multipliers of 16 bits have, which consist of smaller ones. The first call
-    fills it: here those of several threads at once."""
+    """As EvoApproxLib's multipliers of 16 bits have, which consist of smaller ones. In a process
+    that has the code alone, the first calls are those of several threads at once."""
     path = tmp_path / "mul16u_C.c"
     path.write_text(CACHED)
     found = multiplier(path)
     assert isinstance(found, CFunction)
-    a, b = torch.randint(0, 1 << 16, (2, 1, 64, 300), dtype=torch.int32)
-    b = b.mT.contiguous()
+    a = torch.randint(0, 1 << 16, (1, 64, 3), dtype=torch.int32)
+    b = torch.randint(
+        0, 1 << 16, (1, 3, 4096), dtype=torch.int32
+    )  # so wide that a thread has 4 rows
     wanted = ((a & 0xFEFE).long()[..., None] * b.long()[:, None]).sum(2)
     assert torch.equal(table_matmul(a, b, found), wanted)
+    torch.save((found.code, a, b, wanted), tmp_path / "call.pt")
+    done = subprocess.run([sys.executable, "-c", FIRST_CALLS, tmp_path / "call.pt"], check=False)
+    assert done.returncode == 0
     with pytest.raises(ValueError, match=r"fills a cache in its first call.*move the tensors"):
         function_kernels.source(found.code)
 
