@@ -107,33 +107,34 @@ struct Tiles {
   template <bool limited, typename T>
   __device__ void compute(const T* __restrict__ table, Entry<T>* products,
                           const Limits& limits) const {
-    __shared__ Pack<uint8_t, kRows> names[kDepth];  // rows of the table
+    __shared__ Pack<uint8_t, kRows> table_rows[kDepth];  // that operands name
     for (int64_t tile = blockIdx.x; tile < batch * rows * widths; tile += gridDim.x) {
       // Blocks that run at once read the same columns.
       const int64_t n = tile / rows / widths;
       const int64_t row = tile % rows * kRows;
       const int64_t column = tile / rows % widths * kWidth + threadIdx.x * columns;
       int32_t sums[kRows][columns] = {};
-      uint8_t name = load_name(n, row, 0);
+      uint8_t table_row = load_table_row(n, row, 0);
       Operands operands[kDepth];
       load_operands(operands, n, column, 0);
       for (int64_t k = 0; k < K; k += kDepth) {
-        if (threadIdx.x < kDepth * kRows) names[threadIdx.x / kRows].e[threadIdx.x % kRows] = name;
+        if (threadIdx.x < kDepth * kRows)
+          table_rows[threadIdx.x / kRows].e[threadIdx.x % kRows] = table_row;
         __syncthreads();
 #pragma unroll
         for (int i = threadIdx.x; i < kDepth * kOperands; i += kThreads) {
-          const Pack<uint8_t, kRows> rows_of_table = names[i / kOperands];
+          const Pack<uint8_t, kRows> named = table_rows[i / kOperands];
           Entry<T> entry;
 #pragma unroll
           for (int r = 0; r < kRows; ++r)
-            entry.of[r] = table[kOperands * rows_of_table.e[r] + i % kOperands];
+            entry.of[r] = table[kOperands * named.e[r] + i % kOperands];
           products[i] = entry;
         }
         __syncthreads();
         Operands now[kDepth];
 #pragma unroll
         for (int d = 0; d < kDepth; ++d) now[d] = operands[d];
-        name = load_name(n, row, k + kDepth);
+        table_row = load_table_row(n, row, k + kDepth);
         load_operands(operands, n, column, k + kDepth);
 #pragma unroll
         for (int d = 0; d < kDepth; ++d) {
@@ -162,7 +163,7 @@ struct Tiles {
 
  private:
   // Loads an operand of the tile's rows at kDepth k from k on: that of a thread, of the first ones.
-  __device__ uint8_t load_name(int64_t n, int64_t row, int64_t k) const {
+  __device__ uint8_t load_table_row(int64_t n, int64_t row, int64_t k) const {
     const int64_t i = row + threadIdx.x % kRows, d = k + threadIdx.x / kRows;
     const bool exists = threadIdx.x < kDepth * kRows && i < down.count && d < K;
     return exists ? *down.at(n, i, d) : 0;

@@ -147,7 +147,7 @@ def _products() -> Iterator[str]:
     """Yields what differs of products of matrices, with tiles of every width, of rows of either."""
     for B, M, K, N in (
         (1, 9, 41, 5), (1, 130, 33, 64), (2, 3, 70, 1100), (2, 1030, 5, 9), (1, 3, 0, 2),
-        # As many tiles as multiprocessors, of four columns a thread, and of two.
+        # As many tiles as multiprocessors: of four columns a thread; of two, twice.
         (132, 2, 3, 2000), (132, 1000, 3, 1), (132, 1, 3, 1001),
     ):  # fmt: skip
         for most, limits in itertools.product((900, 2**15 - 1, 2**20), ((None, None), (-999, 999))):
