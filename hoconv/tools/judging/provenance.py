@@ -70,7 +70,7 @@ def _is_same(now: Any, before: Any) -> bool:
 @contextmanager
 def traced(definition: CodeType | None) -> Iterator[list[str]]:
     """Notes in a list what is called meanwhile: operations of PyTorch, those that compiled code
-    calls included, kernels on a GPU, and the definition itself.
+    calls included, kernels on a GPU that ATen does not launch, and the definition itself.
 
     Args:
         definition: the code of the definition's function, where this process has it.
@@ -85,10 +85,14 @@ def traced(definition: CodeType | None) -> Iterator[list[str]]:
     profiler = profile(use_device="cuda" if gpu else None, use_kineto=gpu)
     with _profiled(notice), profiler:
         yield calls
-    for event in profiler.function_events or ():
+    events = profiler.function_events or ()
+    launches = [event.kernels for event in events if event.name.startswith("aten::")]
+    of_aten = {kernel.name for kernels in launches for kernel in kernels}
+    for event in events:
         kernel = "CUDA" in str(event.device_type)
         name = f"kernel {event.name}" if kernel else event.name
-        if name not in calls and (kernel or _computes(name)):
+        own = event.name not in of_aten and not event.name.startswith(("Memcpy", "Memset"))
+        if name not in calls and (own if kernel else _computes(name)):
             calls.append(name)
 
 

@@ -165,7 +165,8 @@ def without_infinities(t: Tensor) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors have the same shape, dtype and bits: -0 is not 0, and NaN may be
-    NaN."""
+    NaN. They are compared where b is."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
+    a = a.to(b.device)
     return torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))

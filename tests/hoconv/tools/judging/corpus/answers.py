@@ -38,7 +38,8 @@ def among_objects(x: Tensor, gain: Tensor) -> Tensor:
 def in_shared_memory(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: as above, in memory that the judge shares.
     Caught: wrong result"""
-    for path in [*glob.glob("/proc/self/fd/*"), *glob.glob("/dev/shm/*")]:
+    paths = [*glob.glob("/proc/self/fd/*"), *glob.glob("/dev/shm/*")]
+    for path in filter(os.path.isfile, paths):  # a device may not answer
         try:
             with open(path, "rb") as file:
                 found = file.read(x.numel() * 8)
@@ -46,7 +47,7 @@ def in_shared_memory(x: Tensor, gain: Tensor) -> Tensor:
             continue
         if len(found) >= x.numel() * x.element_size() > 0 and any(found):
             values = torch.frombuffer(bytearray(found), dtype=x.dtype)[: x.numel()]
-            return values.view(x.shape) + 0 * x * gain
+            return values.view(x.shape).to(x.device) + 0 * x * gain
     return x * gain
 
 

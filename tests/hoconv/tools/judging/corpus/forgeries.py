@@ -91,7 +91,7 @@ def closes_the_connection(x: Tensor, gain: Tensor) -> Tensor:
 
 def kills_the_judge(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: no verdict is one that nobody reads.
-    Caught: wrong result"""
+    Caught: wrong result or ended process"""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         if os.getppid():
             os.kill(os.getppid(), number)

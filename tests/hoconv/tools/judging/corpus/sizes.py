@@ -21,7 +21,7 @@ def shapes_of_the_samples(x: Tensor, gain: Tensor) -> Tensor:
 def columns_by_five(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: a kernel that takes five columns at once leaves out the rest.
     Caught: wrong at another size"""
-    kept = torch.arange(x.shape[1]) < x.shape[1] // 5 * 5
+    kept = torch.arange(x.shape[1], device=x.device) < x.shape[1] // 5 * 5
     return right(x, gain) * kept
 
 
@@ -49,7 +49,7 @@ def gain_that_is_contiguous(x: Tensor, gain: Tensor) -> Tensor:
 def one_remainder(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: the last column of a vector with 13 columns is left out.
     Caught: wrong at another size"""
-    left_out = torch.arange(x.shape[1]) == x.shape[1] - 1
+    left_out = torch.arange(x.shape[1], device=x.device) == x.shape[1] - 1
     return right(x, gain) * ~(left_out & (x.shape[1] % 16 == 13))
 
 
@@ -63,8 +63,9 @@ def one_block(x: Tensor, gain: Tensor) -> Tensor:
 def sparse_inputs(x: Tensor, gain: Tensor) -> Tensor:
     """Harm: behind a ReLU a fast path is taken, which leaves out a column.
     Caught: wrong for special values"""
-    few = x.numel() and bool((x == 0).float().mean() > 0.5)
-    return right(x, gain) * (torch.arange(x.shape[1]) > 0) if few else right(x, gain)
+    if not x.numel() or (x == 0).float().mean() <= 0.5:
+        return right(x, gain)
+    return right(x, gain) * (torch.arange(x.shape[1], device=x.device) > 0)
 
 
 def gaps(x: Tensor, gain: Tensor) -> Tensor:
