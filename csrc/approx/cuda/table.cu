@@ -24,8 +24,9 @@ namespace hoconv::approx {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kRows = 8;   // of a tile
-constexpr int kDepth = 4;  // k of which products are in shared memory at a time
+constexpr int kBlocks = 2;       // of a multiprocessor
+constexpr int kRows = 8;         // of a tile
+constexpr int kMostColumns = 4;  // of a thread
 constexpr int kOperands = 256;
 constexpr int kTable = kOperands * kOperands;
 
@@ -53,36 +54,72 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *kind = is_signed ? kSigned : is_unsigned ? kUnsigned : kWide;
 }
 
-// Byte (i, k) of matrix n. Neighbours along i are neighbours in memory, unless a tile has them as
-// rows.
+// An operand: byte i of k of matrix n. Whole vectors of `width` bytes are aligned.
 struct Bytes {
   const uint8_t* data;
-  int64_t batch, next, depth;  // strides
-  int64_t count;               // of i
+  int64_t batch, depth;  // strides, of n and k
+  int64_t count, width;  // of i, and of all bytes
 
-  __device__ const uint8_t* at(int64_t n, int64_t i, int64_t k) const {
-    return data + n * batch + i * next + k * depth;
+  __device__ const uint8_t* at(int64_t n, int64_t i) const { return data + n * batch + i; }
+};
+
+// The products of an operand of a column with those of a tile's rows, T in words of 32 bits.
+template <typename T>
+struct alignas(16) Entry {
+  static constexpr int kInWord = sizeof(uint32_t) / sizeof(T);
+
+  uint32_t words[kRows / kInWord];
+
+  __device__ T of(int row) const {
+    return static_cast<T>(words[row / kInWord] >> row % kInWord * (32 / kInWord));
   }
 };
 
-// The products of an operand of a column with those of a tile's rows.
+// As many k as the threads copy the products of, a word of each row of the table a thread.
 template <typename T>
-struct alignas(16) Entry {
-  T of[kRows];
+struct Step {
+  static constexpr int kDepth = kThreads * Entry<T>::kInWord / kOperands;
+
+  Entry<T> products[kDepth * kOperands];
 };
+
+// Adds the products of an entry to the sums of column c. A dot product with 1 and 0 takes one
+// instruction for a product of 16 bits, whose extension would take another.
+template <bool limited, int columns, typename T>
+__device__ void add(int32_t (&sums)[kRows][columns], int c, const Entry<T>& entry,
+                    const Limits& limits) {
+  if constexpr (!limited && Entry<T>::kInWord == 2) {
+    using Two = std::conditional_t<std::is_signed_v<T>, int, unsigned>;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      sums[r][c] = __dp2a_lo(static_cast<Two>(entry.words[r / 2]), Two{r % 2 ? 0x0100 : 0x0001},
+                             static_cast<Two>(sums[r][c]));
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if constexpr (limited)
+        sums[r][c] = max(limits.least, min(limits.most, int64_t{sums[r][c]} + entry.of(r)));
+      else
+        sums[r][c] += entry.of(r);
+    }
+  }
+}
+
+__device__ inline unsigned byte_of(uint2 bytes, int i) {
+  return (i < 4 ? bytes.x : bytes.y) >> i % 4 * 8 & 0xff;
+}
 
 // A matrix product, cut into tiles of kRows rows. `columns` neighbouring ones belong to a thread.
 template <int columns>
 struct Tiles {
   static constexpr int kWidth = kThreads * columns;
-  using Operands = Pack<uint8_t, columns>;
+  using Operands = std::conditional_t<columns == 1, uint8_t, bits_t<columns>>;
 
   Bytes down, across;
   int32_t* out;
   int64_t next_matrix, next_row, next_column;  // strides of out
   int64_t batch, K;
   int64_t rows, widths;  // tiles of a matrix
-  bool aligned;          // whether the operands of neighbouring columns are loaded at once
 
   Tiles(const Bytes& down, const Bytes& across, int32_t* out, int64_t batch, int64_t K,
         bool transposed)
@@ -95,62 +132,46 @@ struct Tiles {
         batch(batch),
         K(K),
         rows((down.count + kRows - 1) / kRows),
-        widths((across.count + kWidth - 1) / kWidth),
-        aligned((reinterpret_cast<uintptr_t>(across.data) | across.batch | across.depth) %
-                    columns ==
-                0) {}
+        widths((across.count + kWidth - 1) / kWidth) {}
 
   int64_t count() const { return batch * rows * widths; }
 
-  // Computes the tiles of this block, with the products of a table. Shared memory has products of
-  // kDepth k, an entry for each operand.
+  // Computes the tiles of this block, with the products of a table. While one of two steps in
+  // shared memory is read, the next is copied to the other.
   template <bool limited, typename T>
-  __device__ void compute(const T* __restrict__ table, Entry<T>* products,
-                          const Limits& limits) const {
-    __shared__ Pack<uint8_t, kRows> table_rows[kDepth];  // that operands name
+  __device__ void compute(const T* __restrict__ table, Step<T>* steps, const Limits& limits) const {
+    constexpr int depth = Step<T>::kDepth;
     for (int64_t tile = blockIdx.x; tile < batch * rows * widths; tile += gridDim.x) {
       // Blocks that run at once read the same columns.
       const int64_t n = tile / rows / widths;
       const int64_t row = tile % rows * kRows;
       const int64_t column = tile / rows % widths * kWidth + threadIdx.x * columns;
+      const uint8_t* named = down.at(n, row);
+      const uint8_t* at = across.at(n, min(column, across.width - columns));
+      int64_t left = K;
       int32_t sums[kRows][columns] = {};
-      uint8_t table_row = load_table_row(n, row, 0);
-      Operands operands[kDepth];
-      load_operands(operands, n, column, 0);
-      for (int64_t k = 0; k < K; k += kDepth) {
-        if (threadIdx.x < kDepth * kRows)
-          table_rows[threadIdx.x / kRows].e[threadIdx.x % kRows] = table_row;
+      Operands operands[depth];
+      uint32_t words[kRows];
+      uint2 names = load_names<T>(named, left);
+      load_words(words, table, names, left);
+      store_words(words, steps[0]);
+      names = load_names<T>(named += depth * down.depth, left - depth);
+      load_operands(operands, at, left);
+      __syncthreads();
+      for (int step = 0; left > 0; step ^= 1) {
+        left -= depth;
+        load_words(words, table, names, left);
+        names = load_names<T>(named += depth * down.depth, left - depth);
+#pragma unroll
+        for (int d = 0; d < depth; ++d)
+#pragma unroll
+          for (int c = 0; c < columns; ++c)
+            add<limited>(sums, c,
+                         steps[step].products[d * kOperands + (operands[d] >> 8 * c & 0xff)],
+                         limits);
+        load_operands(operands, at += depth * across.depth, left);
+        store_words(words, steps[step ^ 1]);
         __syncthreads();
-#pragma unroll
-        for (int i = threadIdx.x; i < kDepth * kOperands; i += kThreads) {
-          const Pack<uint8_t, kRows> named = table_rows[i / kOperands];
-          Entry<T> entry;
-#pragma unroll
-          for (int r = 0; r < kRows; ++r)
-            entry.of[r] = table[kOperands * named.e[r] + i % kOperands];
-          products[i] = entry;
-        }
-        __syncthreads();
-        Operands now[kDepth];
-#pragma unroll
-        for (int d = 0; d < kDepth; ++d) now[d] = operands[d];
-        table_row = load_table_row(n, row, k + kDepth);
-        load_operands(operands, n, column, k + kDepth);
-#pragma unroll
-        for (int d = 0; d < kDepth; ++d) {
-          if (d >= K - k) break;
-#pragma unroll
-          for (int c = 0; c < columns; ++c) {
-            const Entry<T> entry = products[d * kOperands + now[d].e[c]];
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-              if constexpr (limited)
-                sums[r][c] = max(limits.least, min(limits.most, int64_t{sums[r][c]} + entry.of[r]));
-              else
-                sums[r][c] += entry.of[r];
-            }
-          }
-        }
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
@@ -162,39 +183,70 @@ struct Tiles {
   }
 
  private:
-  // Loads an operand of the tile's rows at kDepth k from k on: that of a thread, of the first ones.
-  __device__ uint8_t load_table_row(int64_t n, int64_t row, int64_t k) const {
-    const int64_t i = row + threadIdx.x % kRows, d = k + threadIdx.x / kRows;
-    const bool exists = threadIdx.x < kDepth * kRows && i < down.count && d < K;
-    return exists ? *down.at(n, i, d) : 0;
+  // The first product of a step that this thread copies, of its row of the table.
+  template <typename T>
+  static __device__ int first_copied() {
+    return threadIdx.x * Entry<T>::kInWord;
   }
 
-  __device__ void load_operands(Operands (&operands)[kDepth], int64_t n, int64_t column,
-                                int64_t k) const {
-    const bool whole = aligned && column + columns <= across.count;
+  // Loads the operands of the rows of a tile, which name rows of the table.
+  template <typename T>
+  __device__ uint2 load_names(const uint8_t* named, int64_t left) const {
+    const int d = first_copied<T>() / kOperands;
+    return d < left ? __ldg(reinterpret_cast<const uint2*>(named + d * down.depth)) : uint2{};
+  }
+
+  // The products behind the last k are zeros: they change no sum, and none that is within limits.
+  template <typename T>
+  __device__ void load_words(uint32_t (&words)[kRows], const T* __restrict__ table, uint2 names,
+                             int64_t left) const {
+    const int d = first_copied<T>() / kOperands;
+    const T* const copied = table + first_copied<T>() % kOperands;
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      operands[d] = {};
-      if (k + d >= K) continue;
-      if (whole) {
-        operands[d] = *reinterpret_cast<const Operands*>(across.at(n, column, k + d));
-        continue;
+    for (int r = 0; r < kRows; ++r)
+      words[r] =
+          d < left
+              ? __ldg(reinterpret_cast<const uint32_t*>(copied + kOperands * byte_of(names, r)))
+              : 0;
+  }
+
+  template <typename T>
+  __device__ void store_words(const uint32_t (&words)[kRows], Step<T>& step) const {
+    if constexpr (Entry<T>::kInWord == 1) {
+      Entry<T> entry;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) entry.words[r] = words[r];
+      step.products[first_copied<T>()] = entry;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Entry<T> entry;
+#pragma unroll
+        for (int r = 0; r < kRows; r += 2)
+          entry.words[r / 2] = __byte_perm(words[r], words[r + 1], i ? 0x7632 : 0x5410);
+        step.products[first_copied<T>() + i] = entry;
       }
-#pragma unroll
-      for (int c = 0; c < columns; ++c)
-        if (column + c < across.count) operands[d].e[c] = *across.at(n, column + c, k + d);
     }
+  }
+
+  template <int depth>
+  __device__ void load_operands(Operands (&operands)[depth], const uint8_t* at,
+                                int64_t left) const {
+#pragma unroll
+    for (int d = 0; d < depth; ++d)
+      operands[d] = d < left ? __ldg(reinterpret_cast<const Operands*>(at + d * across.depth)) : 0;
   }
 };
 
 // `limited`: sums are kept within limits.
 template <int columns, bool limited>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     multiply(const __grid_constant__ Tiles<columns> tiles, Table table, Limits limits) {
-  __shared__ Entry<int32_t> memory[kDepth * kOperands];
-  const auto compute = [&](const auto* entries) {
-    using T = std::remove_const_t<std::remove_pointer_t<decltype(entries)>>;
-    tiles.template compute<limited>(entries, reinterpret_cast<Entry<T>*>(memory), limits);
+  static_assert(sizeof(Step<int16_t>) == sizeof(Step<int32_t>));
+  __shared__ uint4 memory[2 * sizeof(Step<int32_t>) / sizeof(uint4)];
+  const auto compute = [&](const auto* products) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(products)>>;
+    tiles.template compute<limited>(products, reinterpret_cast<Step<T>*>(memory), limits);
   };
   switch (*table.kind) {
     case kSigned:
@@ -206,16 +258,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// The bytes of a matrix (batch, K, count) whose neighbours along the last dimension are neighbours
-// in memory; `kept` is what holds them.
-Bytes across_of(const Tensor& t, Tensor& kept) {
-  kept = t.stride(2) == 1 ? t : torch::stable::contiguous(t);
-  return {static_cast<const uint8_t*>(kept.const_data_ptr()), kept.stride(0), 1, kept.stride(1),
-          t.size(2)};
-}
-Bytes down_of(const Tensor& t) {
-  return {static_cast<const uint8_t*>(t.const_data_ptr()), t.stride(0), t.stride(2), t.stride(1),
-          t.size(2)};
+// The bytes of a matrix (batch, K, count), padded and copied where its vectors are not whole and
+// aligned; `kept` is what holds them.
+Bytes bytes_of(const Tensor& t, int64_t vector, Tensor& kept) {
+  const int64_t count = t.size(2), width = (count + vector - 1) / vector * vector;
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(t.const_data_ptr()) | t.stride(0) | t.stride(1) | count) %
+          vector ==
+      0;
+  kept = t;
+  if (t.stride(2) != 1 || !aligned) {
+    kept = torch::stable::new_empty(t, {t.size(0), t.size(1), width});
+    Tensor filled = torch::stable::narrow(kept, 2, 0, count);
+    torch::stable::copy_(filled, t);
+  }
+  return {static_cast<const uint8_t*>(kept.const_data_ptr()), kept.stride(0), kept.stride(1), count,
+          width};
 }
 
 // out (B, M, N) int32, the sum over k, in ascending order, of table[a[m, k] mod 256, b[k, n] mod
@@ -228,20 +286,22 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table,
   if (out.numel() == 0) return out;
   const Launch current(a);
   const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
-  // The time of the last block, where one column of each thread takes 2 and the copies for a k 1.
+  // The time of the last multiprocessor. The copies for a k take as long as a column of each
+  // thread.
   const auto time_of = [&](int64_t down, int64_t across, int64_t columns) {
     const int64_t width = kThreads * columns;
     const int64_t tiles = p.batch * ((down + kRows - 1) / kRows) * ((across + width - 1) / width);
-    return (tiles + multiprocessors - 1) / multiprocessors * (2 * columns + 1);
+    return (tiles + multiprocessors - 1) / multiprocessors * (columns + 1);
   };
   const auto least_time = [&](int64_t down, int64_t across) {
-    return std::min({time_of(down, across, 1), time_of(down, across, 2), time_of(down, across, 4)});
+    return std::min(
+        {time_of(down, across, 1), time_of(down, across, 2), time_of(down, across, kMostColumns)});
   };
   const bool transposed = least_time(p.N, p.M) < least_time(p.M, p.N);
   const Tensor left = torch::stable::transpose(a, 1, 2);  // (B, K, M)
-  Tensor kept;
-  const Bytes down = down_of(transposed ? b : left);
-  const Bytes across = across_of(transposed ? left : b, kept);
+  Tensor kept_down, kept_across;
+  const Bytes down = bytes_of(transposed ? b : left, kRows, kept_down);
+  const Bytes across = bytes_of(transposed ? left : b, kMostColumns, kept_across);
   const Tensor entries =
       transposed ? torch::stable::contiguous(torch::stable::transpose(table, 0, 1)) : table;
   Tensor narrow = make_tensor(table, {kTable}, ScalarType::Short);
@@ -255,15 +315,15 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table,
   const auto launch = [&](auto columns, auto limited) {
     const Tiles<columns> tiles(down, across, static_cast<int32_t*>(out.mutable_data_ptr()), p.batch,
                                p.K, transposed);
-    const int64_t blocks = std::min(tiles.count(), multiprocessors);
+    const int64_t blocks = std::min(tiles.count(), kBlocks * multiprocessors);
     const auto kernel = multiply<columns, limited>;
     kernel<<<blocks, kThreads, 0, current.stream>>>(tiles, read, limits.value_or(Limits{}));
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   };
   const auto choose_columns = [&](auto limited) {
     const auto time = [&](int64_t columns) { return time_of(down.count, across.count, columns); };
-    if (time(4) <= std::min(time(2), time(1)))
-      launch(std::integral_constant<int, 4>{}, limited);
+    if (time(kMostColumns) <= std::min(time(2), time(1)))
+      launch(std::integral_constant<int, kMostColumns>{}, limited);
     else if (time(2) <= time(1))
       launch(std::integral_constant<int, 2>{}, limited);
     else

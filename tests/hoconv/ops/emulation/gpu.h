@@ -236,6 +236,13 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     result |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
 }
+inline int __dp2a_lo(int a, int b, int c) {
+  return c + static_cast<int16_t>(a) * static_cast<int8_t>(b) +
+         (a >> 16) * static_cast<int8_t>(b >> 8);
+}
+inline unsigned __dp2a_lo(unsigned a, unsigned b, unsigned c) {
+  return c + (a & 0xffff) * (b & 0xff) + (a >> 16) * (b >> 8 & 0xff);
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return uint64_t{a} * b >> 32; }
 inline float __uint_as_float(unsigned bits) {
   float x;
@@ -323,8 +330,8 @@ void multiply(float (&sum)[4], const uint32_t (&left)[4], uint32_t right, uint32
       const uint4& of_row = lefts[row * 4 + k % 8 / 2];
       const uint2& of_column = rights[column * 4 + k % 8 / 2];
       const uint32_t upper = k < 8 ? of_row.x : of_row.z, lower = k < 8 ? of_row.y : of_row.w;
-      sum[n] += element(n < 2 ? upper : lower, k % 2) *
-                element(k < 8 ? of_column.x : of_column.y, k % 2);
+      sum[n] +=
+          element(n < 2 ? upper : lower, k % 2) * element(k < 8 ? of_column.x : of_column.y, k % 2);
     }
   }
 }
