@@ -291,7 +291,7 @@ Tensor table_matmul(const Tensor& a, const Tensor& b, const Tensor& table,
   const auto time_of = [&](int64_t down, int64_t across, int64_t columns) {
     const int64_t width = kThreads * columns;
     const int64_t tiles = p.batch * ((down + kRows - 1) / kRows) * ((across + width - 1) / width);
-    return (tiles + multiprocessors - 1) / multiprocessors * (columns + 1);
+    return (tiles + multiprocessors - 1) / multiprocessors * (columns + 3);
   };
   const auto least_time = [&](int64_t down, int64_t across) {
     return std::min(
