@@ -80,6 +80,7 @@ class Trial:
         self.record = Record()
         self._expected: dict[tuple[int, int], tuple[Sample, Any, dict[str, Tensor]]] = {}
         self._seen: dict[bytes, tuple[str, list[bytes]]] = {}
+        self._most = 1  # numbers of the arguments of a sample
 
     def judge(self, dtype: torch.dtype) -> None:
         """Judges the results of all samples in a dtype; raises :class:`Ended` where it is over."""
@@ -109,6 +110,7 @@ class Trial:
         self._expected.clear()
         pairs = [*zip(self.calls.samples(dtype), self.calls.samples(dtype), strict=True)]
         typical = self.calls.typical(pairs)
+        self._most = max(_count(pair[0]) for pair in pairs)
         plan = [*pairs, *(pair[:1] for pair in pairs if self.calls.random.random() < _REPEATED)]
         self.calls.random.shuffle(plan)
         # The results of the first are kept, and looked at after the others.
@@ -358,6 +360,9 @@ class Trial:
         """Returns whether the definition itself, in the dtype of the call, fails so, or nearly."""
         own = self._compute(asked, exactly=False)[what]
         allowed = _AS_THE_REFERENCE * relative_error(own, exact)
+        if asked.kind == "size":  # a sum of n times as many numbers has errors √n times as large
+            more = max(1, _count(asked.sample) / self._most)
+            allowed = max(allowed, self.operator.tolerances[asked.dtype] * math.sqrt(more))
         fails = self._failure(asked, what, own, exact)
         return bool(fails) or not self._failure(asked, what, result, exact, allowed)
 
@@ -393,6 +398,11 @@ class Trial:
         if error > MUCH_WORSE * of_reference:
             said = f"the error {error:.1e} is that of {lower}, not of {name}"
             self.find("lower precision", f"{name}: all samples", said)
+
+
+def _count(sample: Sample) -> int:
+    """Returns how many numbers the arguments of a call have."""
+    return sum(t.numel() for t in tree_leaves(sample.args) if isinstance(t, Tensor))
 
 
 def _is_constant(t: Tensor) -> bool:

@@ -404,6 +404,44 @@ def test_other_sizes_change_what_depends_on_them() -> None:
     assert (3, 5) not in seen
 
 
+SUMS = """
+    import torch
+    from hoconv.dispatch.declaration import Benchmark, Cost, Implementation, Operator, Sample
+
+    def sums(x, *, impl="reference"):
+        return x.sum(1)
+
+    def samples(device, dtype):
+        yield Sample((torch.randn(50, 40).to(device, dtype),), name="50 x 40")
+
+    OPERATOR = Operator(
+        name="sums", function=sums, implementations={"reference": Implementation(sums)},
+        samples=samples, tolerances={torch.float32: 1e-6}, cost=lambda sample: Cost(1, 1, 1, 1),
+        benchmark=Benchmark("rows", (1,), lambda *_: next(samples("cpu", torch.float32))),
+    )
+"""
+
+
+@pytest.mark.parametrize(("precision", "right"), [("float32", True), ("bfloat16", False)])
+def test_long_sums_may_round_more_often(
+    precision: str, right: bool, tmp_path: Path, starter: Starter
+) -> None:
+    """As often as numbers are added one by one; not as those of a lower precision."""
+    definition = write(tmp_path, "sums.py", SUMS)
+    candidate = f"""
+    import torch
+    FORWARD_ONLY = True
+
+    def sums(x):
+        total = x.new_zeros(x.shape[0])
+        for column in x.unbind(1):
+            total += column.to(torch.{precision} if x.shape[1] > 100 else x.dtype)
+        return total
+"""
+    verdict = judged(definition, write(tmp_path, "candidate.py", candidate), starter)
+    assert names(verdict) == (set() if right else {"wrong at another size"}), verdict.findings
+
+
 def test_every_remainder_and_a_large_size_are_tried() -> None:
     sample = Sample((torch.randn(20, 30), torch.randn(30)), name="20 x 30")
     shapes = [tuple(each.args[0].shape) for each in of_following_sizes(sample)]
