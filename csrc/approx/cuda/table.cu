@@ -86,14 +86,14 @@ struct Step {
 // Adds the products of an entry to the sums of column c. A dot product with 1 and 0 takes one
 // instruction for a product of 16 bits, whose extension would take another.
 template <bool limited, int columns, typename T>
-__device__ void add(int32_t (&sums)[kRows][columns], int c, const Entry<T>& entry,
-                    const Limits& limits) {
+__device__ void add(int32_t (&sums)[kRows][columns], int c, Entry<T> entry, const Limits& limits) {
   if constexpr (!limited && Entry<T>::kInWord == 2) {
     using Two = std::conditional_t<std::is_signed_v<T>, int, unsigned>;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      sums[r][c] = __dp2a_lo(static_cast<Two>(entry.words[r / 2]), Two{r % 2 ? 0x0100 : 0x0001},
-                             static_cast<Two>(sums[r][c]));
+      sums[r][c] =
+          __dp2a_lo(static_cast<Two>(entry.words[r / 2]), static_cast<Two>(r % 2 ? 0x0100 : 0x0001),
+                    static_cast<Two>(sums[r][c]));
   } else {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
