@@ -157,6 +157,22 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Rounds to 10 bits of mantissa, which a product in TF32 reads.
+__device__ __forceinline__ uint32_t round_to_tf32(float x) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+}
+// The same of 16 x 8 numbers in TF32 and 8 x 8.
+__device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4],
+                                              const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Products of four neighbouring warps, which only compute capability 9.0 has. The code of others
 // does not contain them: they are templates.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

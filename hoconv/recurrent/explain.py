@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hoconv.recurrent.codegen.cuda import emit_cuda
+from hoconv.recurrent.codegen.matrix.chunks import ChunkSource, emit_chunks
 from hoconv.recurrent.codegen.matrix.kernel import MatrixSource, emit_matrix
 from hoconv.recurrent.codegen.scan import emit_scan
 from hoconv.recurrent.ir.kinds import DELAY, PRODUCTS, is_rowwise
@@ -14,6 +15,7 @@ from hoconv.recurrent.ir.program import SEGMENT, Group, Op, Program, flat
 from hoconv.recurrent.match import SMALL, match
 from hoconv.recurrent.passes.affine import find_affine
 from hoconv.recurrent.passes.stage import products
+from hoconv.recurrent.runtime import chunks
 from hoconv.recurrent.runtime.clusters import CAPABILITY, H200, Clusters
 from hoconv.recurrent.runtime.scans import LEAST_STEPS, MOST_FEATURES
 from hoconv.recurrent.runtime.workspace import CHUNK
@@ -110,6 +112,12 @@ def _explain_matrices(plan: Plan) -> Iterable[str]:
         f"{where} backwards: {_describe_blocks(plan.backward)}; the states before segments of "
         f"{SEGMENT} steps are saved, those between computed again"
     )
+    named = ("forward", plan.forward), ("backward", plan.backward)
+    if chunked := [name for name, each in named if isinstance(emit_chunks(each), ChunkSource)]:
+        yield (
+            f"{' and '.join(chunked)}: chunks of {SEGMENT} steps on tensor cores, from "
+            f"{chunks.LEAST_STEPS} steps on"
+        )
 
 
 def _describe_blocks(program: Program) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hoconv.recurrent.codegen.matrix.chunks import emit_chunks
 from hoconv.recurrent.codegen.matrix.kernel import emit_matrix
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.frontend.trace import Declaration, Trace, trace
@@ -58,7 +59,7 @@ class Plan:
         """The program for calls that need no gradient."""
         if isinstance(self.matrices, str):
             return self._fuse(self._loop)
-        moved = move_epilogue(self.matrices)
+        moved = move_epilogue(self.matrices, self._chunked)
         assert isinstance(moved, Program)
         return self._fuse(moved)
 
@@ -108,12 +109,19 @@ class Plan:
         why it does not."""
         if self.recompute == "cheap" or not self.recorded:
             return "it is not for a GPU"
-        prepared = prepare(self.common[-1][1])
+        prepared = prepare(self.common[-1][1], self._chunked)
         if isinstance(prepared, str):
             return prepared
-        moved = move_epilogue(prepared)
+        moved = move_epilogue(prepared, self._chunked)
         reason = moved if isinstance(moved, str) else emit_matrix(moved)
         return reason if isinstance(reason, str) else prepared
+
+    @functools.cached_property
+    def _chunked(self) -> bool:
+        """Whether a GPU can take the steps in chunks, if they load and write rows alone."""
+        prepared = prepare(self.common[-1][1], rows=True)
+        moved = prepared if isinstance(prepared, str) else move_epilogue(prepared, rows=True)
+        return not isinstance(moved, str) and not isinstance(emit_chunks(moved), str)
 
     @functools.cached_property
     def matrix_gradient(self) -> tuple[Program, Program] | str:
@@ -122,14 +130,14 @@ class Plan:
         if isinstance(self.matrices, str):
             return self.matrices
         forward, backward = differentiate(self.matrices, self.recompute, sparse=True)
-        moved = move_epilogue(backward)
+        moved = move_epilogue(backward, self._chunked)
         if isinstance(moved, str):
             return moved
         columns = find_columns(separate(moved))
         if isinstance(columns, str):
             return columns
         forward, backward = trim(forward, accumulate(moved, columns.late))
-        forward = move_epilogue(forward)
+        forward = move_epilogue(forward, self._chunked)
         for program in (forward, backward):
             reason = program if isinstance(program, str) else emit_matrix(program)
             if isinstance(reason, str):

@@ -22,11 +22,13 @@ from hoconv.jit import nvrtc
 from hoconv.jit.driver import Cubin, current_stream, open_cubin, use
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import HEADER, emit_cuda
+from hoconv.recurrent.codegen.matrix.chunks import ChunkSource, emit_chunks
 from hoconv.recurrent.codegen.matrix.kernel import emit_matrix
 from hoconv.recurrent.codegen.scan import emit_scan
 from hoconv.recurrent.ir.program import Group, Program
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.runtime.buffers import bind, results
+from hoconv.recurrent.runtime.chunks import ChunkLoop
 from hoconv.recurrent.runtime.clusters import CAPABILITY, Clusters
 from hoconv.recurrent.runtime.interpret import LoopRun, Tensors, count_steps
 from hoconv.recurrent.runtime.matrices import MatrixLoop
@@ -68,8 +70,8 @@ class CudaLoop:
     Args:
         program: the only one that it is called with.
         recorded: whether CUDA graphs record chunks of steps, and one kernel runs steps that have no
-            product, a scan where it can, or what keeps matrix states in registers; otherwise
-            kernels are launched one by one.
+            product, a scan where it can, or what keeps matrix states in registers, or takes them in
+            chunks; otherwise kernels are launched one by one.
         clusters: keep the weights on the chip for all steps, where they can.
 
     Attributes:
@@ -84,6 +86,8 @@ class CudaLoop:
         self.scan = None if scan is None else ScanLoop(scan)
         fits = recorded and not isinstance(emit_matrix(program), str)
         self.matrices = MatrixLoop(program) if fits else None
+        chunks = emit_chunks(program) if fits else None
+        self.chunks = ChunkLoop(chunks) if isinstance(chunks, ChunkSource) else None
         # Kernels that are launched one by one write, and read, the states of all steps; of those
         # recorded, this one alone writes and reads what is saved once a segment.
         sparse = bool(program.replays) or any(y.sparse for y in program.yields)
@@ -107,6 +111,9 @@ class CudaLoop:
             with use(device):
                 runs = [LoopRun(program, values, initial, seed)]
                 return self.clusters.run(found, runs, device)[0]
+        if self.chunks and self.chunks.serves(T, device):
+            with use(device):
+                return self.chunks.run(program, values, initial, T, B, device)
         if self.matrices:
             with use(device):
                 return self.matrices.run(program, values, initial, seed, T, B, device)
@@ -159,6 +166,8 @@ class CudaLoop:
             hoconv.jit.BuildError: NVRTC fails.
         """
         for architecture in _architectures():
+            if self.chunks:
+                self.chunks.prepare(architecture)
             if self.matrices:
                 self.matrices.prepare(architecture)
                 continue

@@ -21,7 +21,7 @@ from hoconv.recurrent.runtime.interpret import Tensors
 from hoconv.recurrent.runtime.workspace import describe_call
 
 # That a block may have, by the first architecture of which this holds; CUDA keeps 1 KB of each.
-_SHARED_BYTES = {
+SHARED_BYTES = {
     "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227,
     "sm_103": 227,
 }  # fmt: skip
@@ -62,7 +62,7 @@ class MatrixLoop:
         return run_matrix(source, run, program, values, initial, seed, T, B, device)
 
     def _emit(self, architecture: str) -> MatrixSource:
-        shared_bytes = 1024 * _SHARED_BYTES.get(architecture, LEAST_SHARED_BYTES // 1024)
+        shared_bytes = 1024 * SHARED_BYTES.get(architecture, LEAST_SHARED_BYTES // 1024)
         source = emit_matrix(self.program, shared_bytes)
         assert isinstance(source, MatrixSource), source  # what fits in less fits in more
         return source

@@ -275,6 +275,34 @@ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
   }
 }
 
+inline uint32_t round_to_tf32(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const bool finite = (bits & 0x7f800000) != 0x7f800000;
+  return (bits + (finite ? 0x1000 : 0)) & 0xffffe000;
+}
+inline void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  struct Given { float a[4], b[2]; } given;
+  memcpy(given.a, a, sizeof(a)), memcpy(given.b, b, sizeof(b));
+  const char(*lanes)[32] = collect(given);
+  const int lane = current->thread.x % 32;
+  for (int z = 0; z < 4; ++z) {
+    const int row = lane / 4 + z / 2 * 8, column = lane % 4 * 2 + z % 2;
+    for (int k = 0; k < 8; ++k) {
+      Given of_row, of_column;
+      memcpy(&of_row, lanes[row % 8 * 4 + k % 4], sizeof(Given));
+      memcpy(&of_column, lanes[column * 4 + k % 4], sizeof(Given));
+      sum[z] += of_row.a[row / 8 + k / 4 * 2] * of_column.b[k / 4];
+    }
+  }
+}
+template <typename A, typename F>
+A warp_reduce(A value, F combine) {
+  for (int lanes = 16; lanes > 0; lanes /= 2)
+    value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
+  return value;
+}
+
 constexpr bool HAS_WARPGROUPS = true;
 inline uint32_t describe_tiles(const void* tiles, uint32_t next_columns) {
   return (shared_address(tiles) & 0x3ffff) / 16 | next_columns / 16 << 16;

@@ -44,6 +44,10 @@ class Columns:
         """The axes of a value; none of one feature."""
         return self.of.get(value, ())
 
+    def is_matrix(self, value: Value) -> bool:
+        """Returns whether a value lies along keys and columns."""
+        return {self.keys, self.columns} <= {*self.axes(value)}
+
     def summed(self, op: Op) -> set[Axis]:
         """The axes along which an op sums."""
         if op.kind not in (*BY_AXES, "sum"):

@@ -1,4 +1,5 @@
-"""Moves after the loop what steps compute from sums over columns or heads, and only write.
+"""Moves after the loop what steps compute from sums over columns or heads, and only write; or all
+that they compute from sums of matrices.
 
 The parts of such a sum come from many blocks of threads. What the moved ops read of a step is
 written; what depends on no state they compute again.
@@ -20,14 +21,18 @@ from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 from hoconv.recurrent.passes.simplify import simplify
 
 
-def move_epilogue(program: Program) -> Program | str:
+def move_epilogue(program: Program, rows: bool = False) -> Program | str:
     """The program, without groups, whose steps write sums over columns as they are; in words why
-    its columns are not independent."""
+    its columns are not independent.
+
+    Args:
+        rows: whether its steps write all sums of matrices so, and compute nothing else of rows.
+    """
     program = separate(program)
     columns = find_columns(program)
     if isinstance(columns, str):
         return columns
-    return simplify(_Epilogue(program, columns).run())
+    return simplify((_Rows if rows else _Epilogue)(program, columns).run())
 
 
 class _Epilogue:
@@ -79,3 +84,15 @@ class _Epilogue:
             self.yields.append(Yield(f"late_{len(self.yields)}", value, found))
         self.whole[value] = found
         return found
+
+
+class _Rows(_Epilogue):
+    """Leaves in the steps matrices, their sums, and what casts the whole of such a sum."""
+
+    def _stays(self, value: Value) -> bool:
+        if self.columns.is_matrix(value):
+            return True
+        op = self.made.get(value)
+        if op is not None and op.kind == "cast" and op.values[0] not in self.sums:
+            op = self.made.get(op.values[0])
+        return op is not None and any(map(self.columns.is_matrix, op.values))

@@ -16,14 +16,18 @@ from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 from hoconv.recurrent.passes.simplify import simplify
 
 
-def prepare(program: Program) -> Program | str:
+def prepare(program: Program, rows: bool = False) -> Program | str:
     """The program, without groups, whose states are matrices of independent columns; in words why
-    there are none."""
+    there are none.
+
+    Args:
+        rows: whether its steps load all rows that depend on no state.
+    """
     program = separate(_repeat_in_step(program))
     columns = find_columns(program)
     if isinstance(columns, str):
         return columns
-    return separate(simplify(_hoist(program, columns)))
+    return separate(simplify(_hoist(program, columns, rows)))
 
 
 def _repeat_in_step(program: Program) -> Program:
@@ -46,12 +50,12 @@ def _repeat_in_step(program: Program) -> Program:
     return replace_outputs(replace(program, before=tuple(before), step=tuple(step)), values)
 
 
-def _hoist(program: Program, columns: Columns) -> Program:
-    """Moves values along keys that depend on no state before the loop."""
+def _hoist(program: Program, columns: Columns, rows: bool) -> Program:
+    """Moves values that depend on no state before the loop: those along keys, or all rows."""
     free, wanted = find_stateless(program), set()
     for op in reversed(list(flat(program.step))):
-        axes = columns.axes(op.result)
-        own = columns.keys in axes and columns.columns not in axes
+        of_keys = columns.keys in columns.axes(op.result)
+        own = (rows or of_keys) and not columns.is_matrix(op.result)
         if op.result in free and (op.result in wanted or (own and not _is_load(op))):
             wanted |= {op.result, *op.values}
     values: dict[Value, Value] = {}

@@ -1,0 +1,236 @@
+"""Matrix states in chunks of steps, on a CPU by fibers and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hoconv import jit
+from hoconv import recurrent as rnn
+from hoconv.jit import nvrtc
+from hoconv.jit.generated import compile_cuda
+from hoconv.recurrent import cells, reference
+from hoconv.recurrent.codegen.matrix.chunks import ChunkSource, emit_chunks
+from hoconv.recurrent.frontend.cell import BoundCell
+from hoconv.recurrent.frontend.trace import trace
+from hoconv.recurrent.ir.program import SEGMENT
+from hoconv.recurrent.runtime.host import HostCode
+from hoconv.recurrent.schedule import Plan, plan
+from hoconv.tools.testing.cells import run_program
+from tests.hoconv.recurrent.chunk_shim import shim_chunks
+
+needs_compiler = pytest.mark.skipif(
+    jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
+)
+needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
+
+LIBRARY = ["gla", "retnet", "hgrn2", "mamba2"]
+# Of an error by rounding inputs and outputs alone: what products in TF32 add.
+WORSE = 1.2
+Results = dict[str, Tensor]
+
+
+@rnn.cell(state={"S": ("keys", "values")})
+def one_matrix(x: Any, S: Any, *, keys: int, values: int) -> Any:
+    """No heads, and nothing decays."""
+    q, k = (rnn.linear(name, x, size=(keys,)) for name in "qk")
+    S = S + rnn.einsum("k,v->kv", k, rnn.linear("v", x, size=(values,)))
+    return rnn.einsum("kv,k->v", S, q), dict(S=S)
+
+
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def any_decay(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """Decays of both signs, and of zero."""
+    q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
+    v = rnn.linear("v", x, size=(heads, values))
+    d = rnn.clamp(rnn.linear("d", x, size=(heads, keys)), 0.0, 1.0)
+    d = d - 0.5 * rnn.sigmoid(rnn.linear("e", x, size=(heads, keys)))
+    S = rnn.where(d > 0.2, d, 0.0)[..., None] * S + rnn.einsum("hk,hv->hkv", k, v)
+    return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
+
+
+@rnn.cell(state={"S": ("values", "heads", "keys")})
+def other_order(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """Axes of the state, of rows and of the output in other orders."""
+    q = rnn.linear("q", x, size=(keys, heads))
+    k, v = rnn.linear("k", x, size=(heads, keys)), rnn.linear("v", x, size=(values, heads))
+    d = rnn.sigmoid(rnn.linear("d", x, size=(keys,)))
+    S = d[:, None, None] * S + rnn.einsum("hk,vh->vhk", k, v)
+    return rnn.einsum("vhk,kh->vh", S, q), dict(S=S)
+
+
+CELLS = [*LIBRARY, one_matrix, any_decay, other_order]
+
+
+def bind(cell: Any, heads: int, keys: int, values: int) -> BoundCell:
+    if isinstance(cell, str):
+        cell = getattr(cells, cell)
+    sizes = {"heads": heads, "keys": keys, "values": values}
+    options = {name: size for name, size in sizes.items() if name in cell.options}
+    return cell.bind(8, heads * values, options)
+
+
+def plan_for_gpu(cell: BoundCell, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Plan:
+    return plan(cell, dtype, recompute="functions", **options)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+def run(made: Plan, given: Results, parameters: Results, loops: Any) -> Results:
+    """The results and gradients of a plan."""
+    cotangent = {"d_output": given["d_output"]}
+    with torch.no_grad():
+        read = {"x": given["x"]}
+        found = run_program(made.inference, read, {"S": given["S"]}, parameters, None,
+                            loops(made.inference))  # fmt: skip
+        kept = run_program(made.forward, read, {"S": given["S"]}, parameters, None,
+                           loops(made.forward))  # fmt: skip
+        host = HostCode(made.backward, [*parameters], ["S"], True, loops(made.backward))
+        known = {**read, **kept, **cotangent}
+        gradients = host([known[name] for name, _ in made.backward.sequences], [given["d_S"]],
+                         [*parameters.values()], None)  # fmt: skip
+    assert torch.equal(found["output"], kept["output"])
+    named = {f"d_{name}": t for name, t in zip(("x", *parameters, "S"), gradients, strict=True)}
+    return {"output": found["output"], "S": found["S"], **named}
+
+
+def define(cell: BoundCell, given: Results, parameters: Results, reverse: bool) -> Results:
+    """The same by the definition, in float64."""
+    wide = {name: t.double().requires_grad_() for name, t in parameters.items()}
+    x, S = (given[name].double().requires_grad_() for name in ("x", "S"))
+    output, (last,) = reference.recurrent(cell, x, [S], wide, reverse=reverse)
+    leaves = {"d_x": x, **{f"d_{name}": t for name, t in wide.items()}, "d_S": S}
+    total = (output * given["d_output"].double()).sum() + (last * given["d_S"].double()).sum()
+    found = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
+    return {"output": output.detach(), "S": last.detach(), **dict(zip(leaves, found, strict=True))}
+
+
+def check(cell: BoundCell, T: int, B: int, dtype: torch.dtype, *, reversed: bool = False,
+          reverse: bool = False) -> None:  # fmt: skip
+    """Asserts that chunks are hardly less exact than steps in float32."""
+    torch.manual_seed(T)
+    made = plan_for_gpu(cell, dtype, reverse=reverse)
+    programs = {name: getattr(made, name) for name in ("inference", "forward", "backward")}
+    loops = {programs[name]: loop for name, loop in shim_chunks(programs, reversed).items()}
+    parameters = {
+        d.name: (torch.randn(d.read_shape) / 2).to(dtype) for d in trace(cell).declarations
+    }
+    n = cell.state_sizes["S"]
+    given = {
+        "x": torch.randn(T, B, cell.row_size).to(dtype), "S": torch.randn(B, n),
+        "d_S": torch.randn(B, n),
+    }  # fmt: skip
+    given["d_output"] = torch.randn(T, B, trace(cell).program.results[0][1].type.size).to(dtype)
+    found = run(made, given, parameters, loops.__getitem__)
+    steps = run(made, given, parameters, lambda _: None)
+    exact = define(cell, given, parameters, reverse)
+    assert found.keys() == exact.keys()
+    for name, t in exact.items():
+        assert found[name].dtype == steps[name].dtype
+        # Of few numbers, an error is a matter of chance.
+        worse, last = (WORSE, 3e-4) if t.numel() > 100 else (2, torch.finfo(dtype).eps)
+        assert error(found[name], t) <= worse * error(steps[name], t) + last, name
+
+
+@needs_compiler
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: getattr(cell, "name", cell))
+def test_chunks_are_as_exact_as_steps(cell: Any) -> None:
+    check(bind(cell, 2, 16, 8), SEGMENT + 6, 2, torch.bfloat16)
+    check(bind(cell, 1, 24, 40), 2 * SEGMENT + 9, 1, torch.float16, reversed=True, reverse=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("T", [1, SEGMENT - 1, SEGMENT, SEGMENT + 1])
+@pytest.mark.parametrize(("keys", "values"), [(3, 2), (80, 128), (128, 80)])
+def test_sizes_need_not_be_those_of_tiles(T: int, keys: int, values: int) -> None:
+    check(bind("hgrn2", 1, keys, values), T, 1, torch.bfloat16, reversed=keys == 80)
+
+
+@needs_compiler
+@pytest.mark.parametrize("reverse", [False, True])
+def test_two_calls_are_one(reverse: bool) -> None:
+    """Bit for bit, where the first one ends with a chunk."""
+    cell, dtype = bind("gla", 2, 16, 8), torch.bfloat16
+    program = plan_for_gpu(cell, dtype, reverse=reverse).inference
+    (loop,) = shim_chunks({"inference": program}).values()
+    parameters = {d.name: torch.randn(d.read_shape).to(dtype) for d in trace(cell).declarations}
+    x, S = torch.randn(2 * SEGMENT + 9, 2, 8).to(dtype), torch.randn(2, cell.state_sizes["S"])
+
+    def run(x: Tensor, S: Tensor) -> Results:
+        return run_program(program, {"x": x}, {"S": S}, parameters, None, loop)
+
+    halves = x[:SEGMENT], x[SEGMENT:]
+    if reverse:
+        halves = x[-SEGMENT:], x[:-SEGMENT]
+    whole, first = run(x, S), run(halves[0], S)
+    second = run(halves[1], first["S"])
+    parts = [first["output"], second["output"]]
+    assert torch.equal(whole["output"], torch.cat(parts[::-1] if reverse else parts))
+    assert torch.equal(whole["S"], second["S"])
+
+
+def test_says_which_steps_are_taken_in_chunks() -> None:
+    sizes: Any = {"heads": 2, "keys": 16, "values": 8}
+    said = "forward and backward: chunks of 64 steps on tensor cores, from 128 steps on"
+    half = rnn.RNN(cells.gla, 8, 16, dtype=torch.bfloat16, **sizes)
+    assert said in half.explain()
+    assert "chunks of" not in rnn.RNN(cells.gla, 8, 16, **sizes).explain()
+    assert "chunks of" not in rnn.RNN(cells.rwkv7, 8, 16, dtype=torch.bfloat16, **sizes).explain()
+
+
+@needs_nvrtc
+def test_kernels_compile() -> None:
+    for name in ("gla", "mamba2"):
+        made = plan_for_gpu(bind(name, 2, 128, 128))
+        for program in (made.forward, made.backward):
+            source = emit_chunks(program)
+            assert isinstance(source, ChunkSource), source
+            compile_cuda("recurrent", source.text, "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ("delta_net", "a step computes an operand"),
+        ("rwkv7", "the state is not scaled by a decay"),
+        ("mlstm", "there is more than one state"),
+    ],
+)
+def test_other_cells_say_why_they_take_steps(cell: str, reason: str) -> None:
+    program = plan_for_gpu(bind(cell, 2, 8, 8)).inference
+    assert emit_chunks(program) == reason
+
+
+def test_float32_is_not_computed_in_tf32() -> None:
+    program = plan_for_gpu(bind("gla", 2, 8, 8), torch.float32).inference
+    assert emit_chunks(program) == "products of f32 would be in TF32"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: getattr(cell, "name", cell))
+@pytest.mark.parametrize("sizes", [(2, 16, 8), (3, 64, 48), (2, 128, 128)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gpu_is_as_exact(cell: Any, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    bound = bind(cell, *sizes)
+    options: Any = {name: bound.options[name] for name in bound.cell.options}
+    for T, reverse in ((2 * SEGMENT, False), (1000, True)):
+        torch.manual_seed(T)
+        layer, exact = (
+            rnn.RNN(bound.cell, 8, bound.hidden_size, reverse=reverse, impl=impl, device="cuda",
+                    dtype=of, **options)
+            for impl, of in (("cuda", dtype), ("reference", torch.float64))
+        )  # fmt: skip
+        exact.load_state_dict(layer.state_dict())
+        x = torch.randn(T, 3, 8, device="cuda", dtype=dtype, requires_grad=True)
+        wide = x.detach().double().requires_grad_()
+        output, wanted = layer(x)[0], exact(wide)[0]
+        cotangent = torch.randn_like(output)
+        (d_x,) = torch.autograd.grad(output, x, cotangent)
+        (d_wanted,) = torch.autograd.grad(wanted, wide, cotangent.double())
+        assert error(output.detach(), wanted.detach()) <= 3 * torch.finfo(dtype).eps
+        assert error(d_x, d_wanted) <= 6 * torch.finfo(dtype).eps
