@@ -20,7 +20,7 @@ from hoconv.tools.judging.definition import Definition
 from hoconv.tools.judging.record import Asked
 from hoconv.tools.testing.call_forms import forms
 from hoconv.tools.testing.comparison import on_cpu
-from hoconv.tools.testing.usages import PENALTY, USAGES
+from hoconv.tools.testing.usages import USAGES
 from hoconv.tools.testing.variations import (
     of_another_size,
     of_following_sizes,
@@ -98,8 +98,6 @@ class Calls:
         """Yields what programs do that differentiate a call in other ways, or use more than its
         results."""
         for usage in USAGES if self.gradients and not self.operator.bitwise else ():
-            if self.operator.first_order and usage == PENALTY:
-                continue
             sample = replace(typical, name=f"{typical.name}, {usage}")
             yield Asked("usage", dtype, sample, self.cotangent(sample), usage=usage)
 

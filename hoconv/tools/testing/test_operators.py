@@ -34,9 +34,11 @@ from hoconv.tools.testing.comparison import (
     same_bits,
 )
 from hoconv.tools.testing.finite_differences import disagreement
+from hoconv.tools.testing.usages import with_penalty
 from hoconv.tools.testing.variants import Variant, variants
 
 THREADS = (1, 2, 3, 5)
+_SECOND = 100  # tolerances that a result may be wrong by which second derivatives are part of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -259,24 +261,32 @@ def _stops_at_first_order(variant: Variant) -> bool:
     return variant.operator.first_order and variant.impl != "reference"
 
 
-def test_a_second_derivative_that_is_not_there_is_an_error(variant: Variant) -> None:
-    if not _stops_at_first_order(variant):
-        pytest.skip("it has derivatives of any order")
-    dtype = next(iter(variant.operator.tolerances))
+def test_a_penalty_of_gradients_is_right_or_an_error(variant: Variant) -> None:
+    """PyTorch drops what an op without a gradient of its own leaves out of a sum."""
+    operator, stops = variant.operator, _stops_at_first_order(variant)
+    if variant.impl == "reference" or not (stops or operator.surrogate_gradient):
+        pytest.skip("finite differences are compared with its second derivatives")
+    known = operator.tolerances
+    dtype = torch.float64 if torch.float64 in known else next(iter(known))
     sample = small_samples(variant, dtype, 300)[-1]
-    args = differentiable(sample.args)
-    leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
-    outputs = tree_leaves(variant.call(*args, **sample.kwargs))
-    # Weights that are differentiated, too: a gradient is linear in those of the output.
-    weights = [torch.randn_like(t, requires_grad=True) for t in outputs]
-
-    def differentiate_twice() -> None:
-        grads = torch.autograd.grad(outputs, leaves, weights, create_graph=True)
-        squares = [g.square().sum() for g in grads]
-        torch.autograd.grad(squares, [*leaves, *weights], allow_unused=True)
-
-    with pytest.raises(RuntimeError):
-        differentiate_twice()
+    reference = with_penalty(Variant(operator, "reference", "cpu").call)
+    args, kwargs = on_cpu((sample.args, sample.kwargs), in_float64=not operator.bitwise)
+    try:
+        exact = output_and_gradients(reference, args, kwargs, rounded_to=dtype)
+    except RuntimeError:
+        pytest.skip("the definition has no second derivatives")
+    try:
+        found = output_and_gradients(with_penalty(variant.call), sample.args, sample.kwargs)
+    except RuntimeError as error:
+        if not stops:
+            pytest.fail(f"second derivatives: {error}; declare first_order=True", pytrace=False)
+        return
+    for what in exact:
+        error = relative_error(found[what], exact[what])
+        if not error <= _SECOND * known[dtype]:
+            cure = "differentiate its gradient, or refuse it by once_differentiable"
+            pytest.fail(f"{what}, with a penalty of gradients: error {error:.1e}; {cure} and "
+                        "first_order=True", pytrace=False)  # fmt: skip
 
 
 # opcheck looks at the gradients of views among its inputs.

@@ -103,7 +103,7 @@ def test_sound_operator_passes_every_test(
     assert not [what for what in outcomes["failure"] if operator in what]
     assert len(outcomes["passed"][operator]) >= 4
     assert len(outcomes["passed"][f"{operator}-registered-cpu"]) >= 10
-    skipped = {"test_a_second_derivative_that_is_not_there_is_an_error"}
+    skipped = {"test_a_penalty_of_gradients_is_right_or_an_error"}
     assert outcomes["skipped"][f"{operator}-registered-cpu"] == skipped
 
 
@@ -111,10 +111,11 @@ def test_sound_operator_passes_every_test(
 def test_a_gradient_that_cannot_be_differentiated_again_has_to_say_so(
     outcomes: dict[str, dict[str, set[str]]],
 ) -> None:
-    name = "test_a_second_derivative_that_is_not_there_is_an_error"
+    name = "test_a_penalty_of_gradients_is_right_or_an_error"
     assert not outcomes["failure"]["toy_first-registered-cpu"]
     assert name in outcomes["passed"]["toy_first-registered-cpu"]
-    assert outcomes["failure"]["toy_first-ignored-cpu"] == {name}
+    for impl in ("ignored", "dropped"):
+        assert outcomes["failure"][f"toy_first-{impl}-cpu"] == {name}
     assert name in outcomes["skipped"]["toy_sound-registered-cpu"]
 
 
@@ -126,6 +127,9 @@ def test_a_gradient_that_is_no_derivative_is_compared_with_the_definition_alone(
     assert name in outcomes["skipped"]["toy_surrogate-same-cpu"]
     assert not outcomes["failure"]["toy_surrogate-same-cpu"]
     assert "test_agrees_with_the_reference" in outcomes["failure"]["toy_surrogate-half-cpu"]
+    penalty = {"test_a_penalty_of_gradients_is_right_or_an_error"}
+    assert penalty <= outcomes["passed"]["toy_surrogate-same-cpu"]
+    assert outcomes["failure"]["toy_surrogate-dropped-cpu"] == penalty
 
 
 @pytest.mark.slow

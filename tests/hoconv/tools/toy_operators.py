@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from hoconv.dispatch import registration
@@ -286,6 +287,7 @@ def _fake_backward(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Te
     return torch.empty_like(b), torch.empty_like(a)
 
 
+@once_differentiable
 def _differentiate_once(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return *backward_once(grad, *ctx.saved_tensors, ctx.scale), None
 
@@ -310,9 +312,32 @@ class _Detached(torch.autograd.Function):
         return grad * b * ctx.scale, grad * a * ctx.scale, None
 
 
+def drops_a_second_derivative(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return _Dropped.apply(a, b, scale)
+
+
+class _Dropped(_Detached):
+    """Its gradient calls an op that has none, as those of C++ do if nothing is registered."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        a, b = ctx.saved_tensors
+        multiply = torch.ops.hoconv_toy.multiply_without_gradient
+        return multiply(grad, b, ctx.scale), multiply(grad, a, ctx.scale), None
+
+
+_library.define("multiply_without_gradient(Tensor a, Tensor b, float scale) -> Tensor")
+_library.impl("multiply_without_gradient", lambda a, b, scale: a * b * scale, "CPU")
+torch.library.register_fake("hoconv_toy::multiply_without_gradient", _fake_once)
+
+
 FIRST = toy(
     "toy_first",
-    {"registered": registered_once._opoverload, "ignored": ignores_a_second_derivative},
+    {
+        "registered": registered_once._opoverload,
+        "ignored": ignores_a_second_derivative,
+        "dropped": drops_a_second_derivative,
+    },
     first_order=True,
 )
 
@@ -384,9 +409,14 @@ def half_the_surrogate(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return 0.5 * out + 0.5 * out.detach()
 
 
+def rounded_once(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    out = drops_a_second_derivative(a, b, scale)
+    return out + ((8 * out).round() / 8 - out).detach()
+
+
 SURROGATE = toy(
     "toy_surrogate",
-    {"same": rounded, "half": half_the_surrogate},
+    {"same": rounded, "half": half_the_surrogate, "dropped": rounded_once},
     reference=rounded,
     surrogate_gradient=True,
 )
