@@ -46,12 +46,12 @@ class ChunkSource:
 
 def emit_chunks(program: Program) -> ChunkSource | str:
     """Writes the kernels of a program; says in words why there are none."""
-    linear = find_linear(program)
-    if isinstance(linear, str):
-        return linear
     dtype = program.sequences[0][1].type.dtype
     if dtype not in HALVES:
         return f"products of {dtype} would be in TF32"
+    linear = find_linear(program)
+    if isinstance(linear, str):
+        return linear
     keys, columns = linear.keys.size, linear.columns.size
     if max(keys, columns) > MOST:
         return f"a state of {keys} x {columns} is larger than {MOST} x {MOST}"
