@@ -3,10 +3,10 @@ before a change: what became slower.
 
 Two processes, one for each copy, time the same calls in turn. What else the machine does slows both
 down; the ratio of their times in the same turn hardly changes. But equal code takes other times in
-another process, which holds its memory in other places. So a pair of processes is one sample: it
-gives the median ratio of its turns, and the ratios of several pairs are judged by Wilcoxon's test
-of signed ranks, whose level is exact where both copies are equal. It is divided by the number of
-comparisons: of all runs with equal code, at most the share `FALSE_ALARMS` finds anything slower.
+another process, which holds its memory in other places. So each pair of times comes from a pair of
+processes, forked from two, and the ratios of several pairs are judged by Wilcoxon's test of signed
+ranks, whose level is divided by the number of comparisons. What a pair has of the two processes
+that it is forked from stays, up to a percent: so much is no change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from rich.table import Table
 from hoconv.dispatch.declaration import Operator, Sample
 
 WAYS = ("forward", "backward")
-FALSE_ALARMS = 0.01
+FALSE_ALARMS = 0.01  # the most runs with equal code that find anything slower
+ALIKE = 1.01  # the ratio of times that equal code takes in two processes
 SLOWDOWN = 1.05  # new / old, which an interval has to exclude for code to count as not slower
 METHOD = (
     "Two processes, of this package and of the other, time the same calls in turn; on a GPU, with "
@@ -75,9 +76,9 @@ class Change(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        if self.low > 1:
+        if self.low > ALIKE:
             return "slower"
-        if self.high < 1:
+        if self.high < 1 / ALIKE:
             return "faster"
         return "not slower" if self.high < SLOWDOWN else "unclear"
 

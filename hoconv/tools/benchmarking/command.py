@@ -10,9 +10,10 @@ calls of the declared grid, says which kernels ``auto`` launches on a GPU, and d
 of the floor, and which of the two is faster.
 With ``--against FOLDER`` it times nothing else than the implementations, each in turn with that of
 another copy of the operator's package: a checkout, or what ``pip install --target`` made. It says
-what is slower here: not slower where a slowdown of 5 % is excluded, unclear where the ratios of the
-times differ too much. The exit code is 1 where something is slower, fails or could not be compared,
-and 2 where the folder has no copy of the package.
+what is slower here, by more than the percent by which two processes of equal code may differ: not
+slower where a slowdown of 5 % is excluded, unclear where the ratios of the times differ too much.
+The exit code is 1 where something is slower, fails or could not be compared, and 2 where the folder
+has no copy of the package.
 Writes, and draws beside it where matplotlib is installed::
 
     op_<operator>_<device>_<dtype>.json, grid_<operator>_<device>_<dtype>.json
