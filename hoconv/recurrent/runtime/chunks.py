@@ -34,7 +34,8 @@ class ChunkLoop:
 
     def __init__(self, source: ChunkSource) -> None:
         self.source = source
-        self._code = functools.cache(functools.partial(compile_cuda, "recurrent", source.text))
+        compile = functools.partial(compile_cuda, "recurrent", source.text)
+        self._code: Callable[[str], Path] = functools.cache(compile)
         self._kernels = functools.cache(self._load)
 
     def serves(self, T: int, device: torch.device) -> bool:
@@ -69,8 +70,7 @@ class ChunkLoop:
         return capability >= _AMPERE and self.source.step_bytes <= most
 
     def _load(self, architecture: str) -> Cubin:
-        path: Path = self._code(architecture)
-        return open_cubin(path)
+        return open_cubin(self._code(architecture))
 
 
 def run_chunks(

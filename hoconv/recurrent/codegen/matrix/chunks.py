@@ -13,7 +13,7 @@ from hoconv.recurrent.passes.matrix.linear import Linear, find_linear
 
 HEADER = '#include "recurrent/chunks.cuh"'
 MOST = 128  # keys, and columns
-HALVES = ("bf16", "f16")  # what products in TF32 round to no worse than the layer does
+HALVES = ("bf16", "f16")  # which have no more bits of mantissa than TF32
 _TILE, _SLAB, _WARP = 16, 32, 32
 _MOST_HEADS = 65_535 // (MOST // _SLAB)  # in a grid
 READ = ("q", "k", "v", "d", "d_output")
