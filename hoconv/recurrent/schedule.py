@@ -118,7 +118,8 @@ class Plan:
 
     @functools.cached_property
     def _chunked(self) -> bool:
-        """Whether a GPU can take the steps in chunks, if they load and write rows alone."""
+        """Returns whether a GPU can take the steps in chunks, once they only load and write
+        rows."""
         prepared = prepare(self.common[-1][1], rows=True)
         moved = prepared if isinstance(prepared, str) else move_epilogue(prepared, rows=True)
         return not isinstance(moved, str) and not isinstance(emit_chunks(moved), str)

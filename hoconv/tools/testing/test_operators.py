@@ -38,7 +38,7 @@ from hoconv.tools.testing.usages import with_penalty
 from hoconv.tools.testing.variants import Variant, variants
 
 THREADS = (1, 2, 3, 5)
-_SECOND = 100  # tolerances that a result may be wrong by which second derivatives are part of
+_PENALTY = 100  # tolerances: a penalty squares gradients, and is differentiated again
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -283,7 +283,7 @@ def test_a_penalty_of_gradients_is_right_or_an_error(variant: Variant) -> None:
         return
     for what in exact:
         error = relative_error(found[what], exact[what])
-        if not error <= _SECOND * known[dtype]:
+        if not error <= _PENALTY * known[dtype]:
             cure = "differentiate its gradient, or refuse it by once_differentiable"
             pytest.fail(f"{what}, with a penalty of gradients: error {error:.1e}; {cure} and "
                         "first_order=True", pytrace=False)  # fmt: skip

@@ -82,7 +82,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def run(made: Plan, given: Results, parameters: Results, loops: Any) -> Results:
-    """The results and gradients of a plan."""
+    """Returns the results and gradients of a plan."""
     cotangent = {"d_output": given["d_output"]}
     with torch.no_grad():
         read = {"x": given["x"]}
@@ -100,7 +100,7 @@ def run(made: Plan, given: Results, parameters: Results, loops: Any) -> Results:
 
 
 def define(cell: BoundCell, given: Results, parameters: Results, reverse: bool) -> Results:
-    """The same by the definition, in float64."""
+    """Returns the results and gradients of the definition, in float64."""
     wide = {name: t.double().requires_grad_() for name, t in parameters.items()}
     x, S = (given[name].double().requires_grad_() for name in ("x", "S"))
     output, (last,) = reference.recurrent(cell, x, [S], wide, reverse=reverse)

@@ -22,7 +22,7 @@ from hoconv.recurrent.passes.matrix.separate import separate
 
 @dataclass(frozen=True)
 class Rows:
-    """What each step reads of a sequence or writes to it, or reads of what is the same for all.
+    """Rows that each step reads or writes: of a sequence, or the same for all steps.
 
     Attributes:
         value: the sequence.
