@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hoconv.recurrent.codegen.expressions import TYPES
 from hoconv.recurrent.codegen.kernels import KernelWriter, LoopNest, Target, accesses
 from hoconv.recurrent.codegen.loops import Kernel
 from hoconv.recurrent.codegen.single_kernel import (
+    are_rows_alike,
     count_independent_features,
     write_block_per_row,
+    write_rows_alike,
     write_thread_per_feature,
 )
 from hoconv.recurrent.codegen.sizes import as_constants
@@ -100,11 +102,21 @@ def _place(axes: Layout, along: Axes, number: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch of a kernel: a grid of (B, `blocks`) blocks of `threads`."""
+    """The launch of a kernel: a grid of (:meth:`count_rows`, `blocks`) blocks of `threads`.
+
+    Attributes:
+        rows: that a block takes of the T * B rows of all steps; None if it takes one of the B rows
+            of a step, or of each step.
+    """
 
     name: str
     blocks: int
     threads: int
+    rows: int | None = None
+
+    def count_rows(self, T: int, B: int) -> int:
+        """Returns how many blocks take all rows of T steps, for the same features."""
+        return B if self.rows is None else -(-T * B // self.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +197,9 @@ def _write_whole(program: Program, steps: LoweredSteps) -> tuple[Launch, list[st
     parts = list(steps.kernels.values())
     size = count_independent_features([kernel for _, kernel in parts])
     made = _choose_launch("run_all", parts, alone=size is not None)
+    if size is not None and are_rows_alike(program, steps):
+        rows, lines = write_rows_alike(steps, size, made.name, made.threads)
+        return replace(made, rows=rows), lines
     if size is not None:
         return made, write_thread_per_feature(program, steps, size, made.name, made.threads)
     functions = [

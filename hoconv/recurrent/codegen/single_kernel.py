@@ -2,8 +2,9 @@
 
 Where a feature depends on no other feature either, a thread runs all steps of a feature with its
 states in registers. It loads what it reads of sequences a round of steps ahead, since no step has
-to wait for the one before to know what to load. Otherwise a block runs all steps of a row, and its
-threads wait for each other.
+to wait for the one before to know what to load. Without states no step waits for another at all: a
+thread computes a feature of a few rows, whatever their steps. Otherwise a block runs all steps of a
+row, and its threads wait for each other.
 
 B batch, T time steps, i the number of steps already done, t the time step that is computed, j the
 feature that a thread computes.
@@ -17,11 +18,16 @@ from hoconv.recurrent.codegen.expressions import TYPES, expression
 from hoconv.recurrent.codegen.loops import Compute, Kernel, Load, Statement, Store
 from hoconv.recurrent.codegen.steps import LoweredSteps
 from hoconv.recurrent.codegen.storage import Buffer
-from hoconv.recurrent.ir.program import BYTES, Program, Value
+from hoconv.recurrent.ir.program import BYTES, Program, Value, flat
 
 # Registers for what a round reads, and its most steps: what memory takes to answer.
 _AHEAD_REGISTERS, _AHEAD_STEPS = 32, 16
 _REGISTER_BYTES = 4
+# Rows of a thread where none depends on another. A GPU with 132 multiprocessors and 5 TB/s, whose
+# memory answers after some 700 ns, needs 26 KB on the way to each multiprocessor: 8 rows of one
+# number in half precision in 1536 threads are 24 KB. More rows take instructions, and registers
+# that more threads could use.
+_ROWS = 8
 
 
 def count_independent_features(kernels: Sequence[Kernel]) -> int | None:
@@ -38,6 +44,16 @@ def count_independent_features(kernels: Sequence[Kernel]) -> int | None:
     if all(map(_is_own_scalar, scalars)) and all(_is_own(s, size) for s in loop):
         return size
     return None
+
+
+def are_rows_alike(program: Program, steps: LoweredSteps) -> bool:
+    """Returns whether what is computed of a row, all features of which are independent, depends
+    neither on its step nor on its place in the batch, as states, random masks and constants do."""
+    return not (
+        program.states
+        or any(op.kind == "keep" for op in flat(program.step))
+        or any(buffer.kind == "constant" for buffer in steps.storage.sequences)
+    )
 
 
 def list_statements(
@@ -99,10 +115,10 @@ class Registers:
         lines = [line for s in scalars for line in self.write(s, "")]
         return lines + [line for s in loop for line in self.write(s, "j")]
 
-    def count_ahead(self) -> int:
+    def count_ahead(self, most: int = _AHEAD_STEPS) -> int:
         """Returns how many steps of a round there are registers for."""
         registers = sum(-(-BYTES[b.type.dtype] // _REGISTER_BYTES) for _, _, b, _ in self.reads)
-        return max(1, min(_AHEAD_STEPS, _AHEAD_REGISTERS // max(1, registers)))
+        return max(1, min(most, _AHEAD_REGISTERS // max(1, registers)))
 
     def begin(self, first: str) -> list[str]:
         """Writes what comes before the rounds of a thread, whose first step is `first`."""
@@ -139,23 +155,38 @@ class Registers:
         """
         skipped = f"({every} - ahead) * B"
         return [
+            *self._begin_round(),
+            *(self._move(name, buffer, skipped) for name, buffer in self._moving()),
+            *self._load(f"count_steps(begin + {every})", every),
+            *before,
+            *self._write_steps(step, states),
+            *(self._move(f"{b.name}_to", b, skipped) for b in self.writes),
+            *after,
+        ]
+
+    def write_only_round(self, step: Sequence[str]) -> list[str]:
+        """Writes the round of a thread that runs no other one, of steps without states."""
+        begin = "[[maybe_unused]] const int64_t begin = first;"
+        return [begin, *self._begin_round(), *self._write_steps(step, ())]
+
+    def _begin_round(self) -> list[str]:
+        return [
             "const int count = count_steps(begin);",
             *(f"{own} {name}_read[ahead];" for own, name, _, _ in self.reads),
             "#pragma unroll",
             "for (int d = 0; d < ahead; ++d) {",
             *indent(2, (f"{name}_read[d] = {name}_coming[d];" for _, name, _, _ in self.reads)),
             "}",
-            *(self._move(name, buffer, skipped) for name, buffer in self._moving()),
-            *self._load(f"count_steps(begin + {every})", every),
-            *before,
+        ]
+
+    def _write_steps(self, step: Sequence[str], states: Iterable[Buffer]) -> list[str]:
+        return [
             "#pragma unroll",
             "for (int d = 0; d < ahead; ++d) {",
             *indent(2, self.write_step(step)),
             *indent(2, (f"{b.name}_now = runs ? {b.name}_next : {b.name}_now;" for b in states)),
             *indent(2, (self._move(f"{b.name}_to", b, "B") for b in self.writes)),
             "}",
-            *(self._move(f"{b.name}_to", b, skipped) for b in self.writes),
-            *after,
         ]
 
     def write_step(self, step: Iterable[str]) -> list[str]:
@@ -279,6 +310,40 @@ def write_thread_per_feature(
         "    }",
         *indent(4, (end(buffer) for buffer in states if buffer.kind == "state")),
         "  }",
+        "}",
+    ]
+
+
+def write_rows_alike(
+    steps: LoweredSteps, size: int, name: str, threads: int
+) -> tuple[int, list[str]]:
+    """Writes the kernel in which a thread computes a feature of a round of rows that are alike, see
+    :func:`are_rows_alike`; its grid is (T * B / the rows of a round, blocks).
+
+    To the kernel, the rows of all steps are as many steps of a batch of one: a row of step t is row
+    t * B + row of a sequence, and the order of the steps does not matter.
+
+    Args:
+        size: as of :func:`write_thread_per_feature`.
+
+    Returns:
+        The rows of a round, and the lines.
+    """
+    kernels = [kernel for _, kernel in steps.kernels.values()]
+    writer = Registers(reverse=False)
+    step = writer.write_all(*list_statements(kernels, size))
+    rows = writer.count_ahead(_ROWS)
+    return rows, [
+        f'extern "C" __global__ void __launch_bounds__({threads})',
+        f"{name}(const Call c) {{",
+        "  const int64_t T = c.T * c.B;",
+        "  constexpr int64_t B = 1, row = 0;",
+        f"  constexpr int ahead = {rows};",
+        f"  {write_count('T')}",
+        "  const int64_t j = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;",
+        f"  if (j >= {size}) return;",
+        *indent(2, writer.constants, writer.begin("int64_t{blockIdx.x} * ahead")),
+        *indent(2, writer.write_only_round(step)),
         "}",
     ]
 

@@ -51,8 +51,9 @@ def run_whole(
     whole = source.whole
     assert whole is not None
     scratch_bytes = source.steps.scratch_bytes
-    # Scratch of so few blocks stays in the cache.
-    rows = min(B, -(-_THREADS // whole.threads)) if scratch_bytes else B
+    rows = whole.count_rows(T, B)
+    if scratch_bytes:  # that of so few blocks stays in the cache
+        rows = min(rows, -(-_THREADS // whole.threads))
     scratch = torch.empty(rows * scratch_bytes, dtype=torch.uint8, device=device)
     call = describe_call(source.steps.storage, T, B, seed, tensors, scratch)
     launcher(whole.name, rows, whole.blocks, whole.threads, as_argument(call))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,21 @@ import torch
 
 from hoconv import jit
 from hoconv import recurrent as rnn
+from hoconv.jit import nvrtc
+from hoconv.jit.generated import compile_cuda
+from hoconv.recurrent.codegen.cuda import Launch, emit_cuda
 from hoconv.recurrent.frontend.cell import Cell
+from hoconv.recurrent.ir.evaluate import DTYPES
+from hoconv.recurrent.ir.program import Group, Op, Param, Program, Type, Value, Yield
 from hoconv.recurrent.passes.rows import make_row_programs
 from hoconv.recurrent.plans import find_plan
 from hoconv.recurrent.runtime import host
+from hoconv.recurrent.runtime.buffers import bind
 from hoconv.recurrent.runtime.cpp import compile_loops
+from hoconv.recurrent.runtime.interpret import Tensors, run_steps
+from hoconv.recurrent.runtime.workspace import run_whole
 from hoconv.recurrent.schedule import plan
+from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.support import cell_case, gradients
 from tests.hoconv.recurrent.test_compiler import check_loops
 from tests.hoconv.recurrent.test_whole import OWN, WAITING
@@ -43,6 +53,25 @@ def test_groups_are_exact() -> None:
     options: tuple[dict[str, bool], ...] = ({}, {"masked": True, "resets": True, "reverse": True})
     cases = [cell_case(of(cell), **each) for cell in CELLS for each in options]
     check_loops(cases, "auto", compile_loops)
+
+
+@rnn.cell(state=("h",))
+def gated(x: Any, h: Any) -> Any:
+    """Of its groups, those before the loop and after the gradient's have features of their own."""
+    z = rnn.sigmoid(rnn.linear("z", x)) * rnn.parameter("gain")
+    h = rnn.tanh(rnn.linear("h", h) * z)
+    return h, dict(h=h)
+
+
+def test_groups_of_independent_features_are_exact_in_cuda() -> None:
+    options: tuple[dict[str, bool], ...] = ({}, {"masked": True, "resets": True, "reverse": True})
+    cases = [cell_case(of(gated), **each) for each in options]
+    check_loops(cases, "auto", shim_loops)
+    for program in (
+        plan(of(gated), torch.float64).forward,
+        plan(of(gated), torch.float64).backward,
+    ):
+        assert any(find_launch(each).rows for each in make_row_programs(program).values())
 
 
 def test_groups_do_not_run_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +103,127 @@ def test_any_number_of_rows(shape: tuple[int, int]) -> None:
     exact.load_state_dict(ours.state_dict())
     x = torch.randn(*shape, 3, dtype=torch.float64)
     torch.testing.assert_close(gradients(ours, x), gradients(exact, x), rtol=1e-9, atol=1e-9)
+
+
+N = 300  # features, of three blocks; the last one is not full
+
+
+def elementwise(dtype: str, reverse: bool, *more: Op, rate: Any = "sequence") -> Program:
+    """A program without states; it reads a slice, a scalar of the row and a parameter.
+
+    Args:
+        more: ops whose results it yields, too.
+        rate: of one that it reads.
+    """
+    wide = "f64" if dtype == "f64" else "f32"
+    x, other = Value(Type("sequence", (N + 7,), dtype)), Value(Type(rate, (N,), wide))
+    scale, gain = Value(Type("sequence", (1,), wide)), Value(Type("once", (N,), wide))
+    row = Type("step", (N,), wide)
+    part, where = (Value(replace(row, dtype=own)) for own in (dtype, "bool"))
+    cast, scaled, less, made = (Value(row) for _ in range(4))
+    narrow = Value(part.type)
+    ops = (
+        Op("slice", (x,), part, (5, N + 5)),
+        Op("cast", (part,), cast),
+        Op("mul", (cast, scale), scaled),
+        Op("gt", (scaled, other), where),
+        Op("sub", (scaled, gain), less),
+        Op("where", (where, less, other), made),
+        Op("cast", (made,), narrow),
+        *more,
+    )
+    outputs = {op.result: op.result.type for op in (ops[3], ops[5], ops[6], *more)}
+    return Program(
+        name="elementwise",
+        params=(Param(gain, ()),),
+        sequences=(("x", x), ("other", other), ("scale", scale)),
+        states=(),
+        step=(Group(ops),),
+        results=(),
+        yields=tuple(
+            Yield(f"out_{i}", value, Value(replace(of, rate="sequence")))
+            for i, (value, of) in enumerate(outputs.items())
+        ),
+        reverse=reverse,
+    )
+
+
+def find_launch(program: Program) -> Launch:
+    launch = emit_cuda(program, whole=True).whole
+    assert launch is not None
+    return launch
+
+
+def draw_values(program: Program, T: int, B: int) -> Tensors:
+    """Draws what a program reads."""
+    torch.manual_seed(0)
+    shapes = {"sequence": (T, B), "constant": (1, B), "once": ()}
+    read = (*(p.value for p in program.params), *(v for _, v in program.sequences))
+    return {
+        v: torch.randn(*shapes[v.type.rate], v.type.size).to(DTYPES[v.type.dtype]) for v in read
+    }
+
+
+def check_rows(program: Program, rows: int) -> None:
+    """The generated kernel, on a CPU, computes for T steps of B rows what the interpreter does."""
+    (loop,) = shim_loops({"program": program}).values()
+    seed = torch.tensor(1234567890123)
+    # A block of rows, full or not; several, the last one full or not; of one step or of several.
+    shapes = [(1, 3), (1, rows), (1, 2 * rows + 3), (3, 1), (7, 3), (2, rows), (5, rows + 1)]
+    for T, B in shapes:
+        values = draw_values(program, T, B)
+        found, _ = loop(program, values, [], seed)
+        exact, _ = run_steps(program, values, [], seed)
+        torch.testing.assert_close([*found.values()], [*exact.values()])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16", "f16"])
+def test_a_thread_computes_rows_of_any_steps(dtype: str, reverse: bool) -> None:
+    program = elementwise(dtype, reverse)
+    rows = find_launch(program).rows
+    assert rows is not None and rows > 3  # noqa: PT018
+    check_rows(program, rows)
+
+
+def test_a_block_leaves_rows_past_the_last_alone() -> None:
+    program = elementwise("f32", False)
+    (loop,) = shim_loops({"program": program}).values()
+    storage, rows = loop.source.steps.storage, 3
+    values = draw_values(program, 1, rows + 8)
+    tensors = bind(program, storage, 1, rows + 8, values, [], {})
+    for buffer in storage.yields:
+        tensors[buffer].fill_(7)
+    run_whole(loop.source, loop.kernels, 1, rows, None, tensors, torch.device("cpu"))
+    for buffer in storage.yields[1:]:  # the first one is bool
+        written = tensors[buffer] != 7
+        assert written[:, :rows].all()
+        assert not written[:, rows:].any()
+
+
+def test_blocks_take_all_rows_and_no_more() -> None:
+    launch = Launch("run_all", 3, 128, rows=8)
+    counted = [launch.count_rows(T, B) for T, B in [(0, 3), (3, 0), (1, 3), (8, 5), (1, 9)]]
+    assert counted == [0, 0, 1, 5, 2]
+    assert replace(launch, rows=None).count_rows(8, 5) == 5
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reads", ["masks", "constants"])
+def test_rows_that_depend_on_their_step_or_place_are_not_taken_alike(
+    reads: str, reverse: bool
+) -> None:
+    mask = Op("keep", (), Value(Type("step", (N,), "bool")), (0.4, 3, N))
+    of = {
+        "masks": elementwise("f32", reverse, mask),
+        "constants": elementwise("f32", reverse, rate="constant"),
+    }
+    assert find_launch(of[reads]).rows is None
+    check_rows(of[reads], 8)
+
+
+@pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16", "f16"])
+def test_kernels_of_rows_compile(dtype: str) -> None:
+    text = emit_cuda(elementwise(dtype, reverse=True), whole=True).text
+    assert compile_cuda("recurrent", text, "sm_90").stat().st_size
