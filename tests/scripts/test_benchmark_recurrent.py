@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hoconv import jit
 from hoconv import recurrent as rnn
@@ -38,6 +39,7 @@ def recurrent(script: Script, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setitem(module.LONGEST, device, 5)
         for shapes in (module.LINEAR_SHAPES, module.GRU_SHAPES):
             monkeypatch.setitem(shapes, device, ((3, 2, 4),))
+        monkeypatch.setitem(module.MATRIX_SHAPES, device, ((5, 2, 3, 4),))
     monkeypatch.setattr(module, "TYPICAL", (3, 2, 4))
     monkeypatch.setattr(module, "SMALLER", (3, 2, 4))
     return module
@@ -185,6 +187,101 @@ def test_a_copy_has_the_bytes_of_the_smallest_linear_recurrence(recurrent: Modul
     copied = [e.input_shapes[0][0] for e in profile.events() or () if e.name == "aten::copy_"]
     # Read and written: a, b and h; then the gradient of h, a, h, and the gradients of a and b.
     assert [2 * numbers for numbers in copied] == [3 * T * B * n, 5 * T * B * n]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_matrix_states_are_timed(
+    script: Script, recurrent: ModuleType, tmp_path: Path, device: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(recurrent, "has_fla", lambda: False)  # it compiles for minutes
+    record = run(script, tmp_path, "matrices", device=device)
+
+    check_rows(record["rows"])
+    names = {"reference", "ours"} if device == "cpu" else {"ours"}
+    found = {(row["cell"], row["contender"]) for row in record["rows"]}
+    assert found == {(cell, name) for cell in recurrent.KINDS for name in names}
+    for row in record["rows"]:
+        assert (row["heads"], row["keys"]) == (3, 4)
+        assert all(row["cold"][phase]["median_ms"] > 0 for phase in ("forward", "backward"))
+
+
+def define_fla(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What fla's functions compute, on (B, T, heads, ...): g is the logarithm of the decays, by
+    default of retention's."""
+    if g is None:
+        g = torch.zeros(q.shape[:3])
+        if beta is None:
+            g = g + torch.log(1 - 2.0 ** (-5.0 - torch.arange(q.shape[2])))
+    if g.ndim == 3:
+        g = g[..., None]
+    if use_qk_l2norm_in_kernel:
+        q, k = (nn.functional.normalize(rows, dim=-1) for rows in (q, k))
+    S, outputs = torch.zeros(*q.shape[::2], q.shape[3], v.shape[3]), []
+    for t in range(q.shape[1]):
+        S, added = g[:, t, :, :, None].exp() * S, v[:, t]
+        if beta is not None:
+            added = beta[:, t, :, None] * (added - torch.einsum("bhkv,bhk->bhv", S, k[:, t]))
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], added)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t] * q.shape[3] ** -0.5))
+    return torch.stack(outputs, 1), None
+
+
+def check_fla(recurrent: ModuleType, device: str, case: Any, tolerance: float) -> None:
+    """Its function and ours are the same, and so are the gradients."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    parts = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+             for shape in recurrent.fla_shapes(case)]  # fmt: skip
+    _, call = recurrent.make_fla(case, torch.device(device), dtype)
+    theirs = call(*parts)
+    way = recurrent.make_matrices("reference", case.heads, case.keys)
+    _, call = way(case, torch.device("cpu"), torch.float32)
+    copies = [part.detach().float().cpu().requires_grad_() for part in parts]
+    ours = call(torch.cat([part.flatten(2).transpose(0, 1) for part in copies], -1))
+    ours = ours.transpose(0, 1).unflatten(-1, (case.heads, case.keys))
+    weights = torch.randn_like(ours)
+    found = theirs, *torch.autograd.grad(theirs, parts, weights.to(theirs))
+    for one, other in zip(found, (ours, *torch.autograd.grad(ours, copies, weights)), strict=True):
+        assert (one.float().cpu() - other).norm() < tolerance * other.norm()
+
+
+@pytest.mark.parametrize("name", ["gla", "retention", "delta", "gated_delta"])
+def test_flas_functions_are_called_for_what_our_cells_compute(
+    recurrent: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, (T, B, heads, keys) = recurrent.KINDS[name], (5, 2, 3, 4)
+    package = ModuleType(f"fla.ops.{kind.fla}")
+    setattr(package, f"chunk_{kind.fla}", define_fla)
+    for stand_in in (ModuleType("fla"), ModuleType("fla.ops"), package):
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    sizes = kind.count_features(heads, keys)
+    case = recurrent.MatrixCase(name, T, B, sizes, heads=heads, keys=keys)
+    check_fla(recurrent, "cpu", case, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gla", "retention", "delta"])  # on Hopper, the other may refuse
+def test_flas_functions_compute_what_our_cells_do(recurrent: ModuleType, name: str) -> None:
+    pytest.importorskip("fla")
+    sizes = recurrent.KINDS[name].count_features(2, 32)
+    case = recurrent.MatrixCase(name, 100, 2, sizes, heads=2, keys=32)
+    check_fla(recurrent, "cuda", case, 0.02)
+
+
+def test_what_fla_raises_is_the_error_of_its_row(
+    recurrent: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fla.py").write_text("raise ValueError('not on this card\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    case = recurrent.MatrixCase("gla", 5, 2, 48, heads=3, keys=4)
+    row = recurrent._apart(
+        "fla", recurrent.compete_fla, case=case, device="cpu", precision=recurrent.FLOAT32
+    )
+    assert (row["contender"], row["error"]) == ("fla", "not on this card")
+    assert row["forward"] is None
 
 
 def test_contenders_with_lengths_give_the_same(recurrent: ModuleType) -> None:

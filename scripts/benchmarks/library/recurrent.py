@@ -15,6 +15,8 @@ Input and states of a layer have H features. The sections, in float32 and on a G
 - ``linear``: h = sigmoid(a) h + b, where a and b are the halves of the input, against a copy of as
   many bytes, and on a GPU the package accelerated-scan, where it is installed; minGRU against
   nn.GRU. On a CPU also against the definition.
+- ``matrices``: cells whose state is a matrix for each head (benchmarks/library/matrices.py), on a
+  CPU against the definition; in bfloat16 on a GPU against the package fla, where it is installed.
 - ``latency``: the first calls of a new process, with an empty cache and with a full one.
 
 Writes one file for each section, and draws ``library`` and ``ladder`` beside them::
@@ -25,13 +27,15 @@ Writes one file for each section, and draws ``library`` and ``ladder`` beside th
         device, section
         rows              one for each case, precision and contender:
             cell, T, B, H, layers, precision, contender
+            heads, keys           of the section matrices, where H is the input's size: keys, and
+                                  values, of each head
             error                 null, "out of memory", or what was raised: then the rest is null
             forward, forward_backward    median_ms, p20_ms, p80_ms, repeats
             speed_up              phase -> the baseline's median over this one's; the baseline is
                                   the first contender of the case and precision
-            cold                  of the section linear, with cold caches: phase -> as forward; the
-                                  phases are forward and backward, the latter by itself. On a GPU
-                                  its own time: the calls are queued
+            cold                  of the sections linear and matrices, with cold caches: phase -> as
+                                  forward; the phases are forward and backward, the latter by
+                                  itself. On a GPU its own time: the calls are queued
             extra_memory_bytes    most that a forward and a backward hold beyond the input
             compile_s             of torch.compile: seconds of its first forward and backward
         geometric_means   of speed_up over the shapes, if there are several: cell, layers,
@@ -62,6 +66,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from benchmarks.library.matrices import KINDS, has_fla
 from benchmarks.library.precision import BFLOAT16, FLOAT32, TF32, Precision
 from benchmarks.library.published import CELLS as PUBLISHED
 from benchmarks.library.recurrent_report import (
@@ -92,6 +97,7 @@ REPEATS = {"cpu": 5, "cuda": 10}
 CALLS = {"cpu": 1, "cuda": 3}  # of a repeat, one after another
 ENOUGH_S = {"cpu": 2.0, "cuda": 0.1}  # as of `take_turns`
 APART_LIMIT_S = 240.0
+FLA_LIMIT_S = 600.0  # it compiles and times many variants of its kernels first
 METHOD = (
     "A layer of random parameters and input. forward: the layer, with gradients enabled; "
     "forward_backward: the same and torch.autograd.grad of the output with respect to the input "
@@ -100,7 +106,8 @@ METHOD = (
     "device's. Contenders take turns within one process, after warm-up; medians, "
     "20th and 80th percentiles. Clock: CUDA events, or time.perf_counter. Strict float32 is "
     "torch.backends.cuda.matmul.allow_tf32=False and torch.backends.cudnn.allow_tf32=False, tf32 "
-    "both True. torch.compile: dynamic=False, fullgraph=True, in a process of its own. latency: a "
+    "both True. torch.compile: dynamic=False, fullgraph=True, in a process of its own. "
+    "accelerated-scan and fla: likewise, with inputs in their own layouts. latency: a "
     "forward and backward, time.perf_counter, after PyTorch and its matrix products are set up."
 )
 
@@ -114,6 +121,14 @@ class Case:
     B: int
     H: int
     layers: int = 1
+
+
+@dataclass(frozen=True)
+class MatrixCase(Case):
+    """The input has H features; the state is a matrix of keys x keys for each head."""
+
+    heads: int = 1
+    keys: int = 1
 
 
 PRECISIONS = {"cpu": (FLOAT32,), "cuda": (FLOAT32, TF32, BFLOAT16)}
@@ -136,6 +151,10 @@ LINEAR_SHAPES = {
     ),
 }  # fmt: skip
 GRU_SHAPES = {"cpu": ((1024, 8, 128),), "cuda": ((1000, 64, 100), (4096, 8, 1024))}
+MATRIX_SHAPES = {  # T, B, heads, keys
+    "cpu": ((256, 2, 4, 32),),
+    "cuda": ((2048, 8, 8, 128), (8192, 1, 32, 128)),
+}
 LONGEST = {"cpu": 200, "cuda": 1000}  # T of the section lengths
 TYPICAL = (100, 64, 512)  # T, B, H
 SMALLER = (100, 32, 256)
@@ -321,11 +340,42 @@ def linear(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, 
         yield Case("min_gru", *shape), theirs | {"ours": ours(impl)}
 
 
+def make_matrices(impl: str, heads: int, keys: int) -> Way:
+    def make(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
+        layer = rnn.RNN(
+            KINDS[case.cell].cell, case.H, heads * keys, impl=impl, device=device, dtype=dtype,
+            heads=heads, keys=keys, values=keys,
+        )  # fmt: skip
+        return layer, lambda x: layer(x)[0]
+
+    return make
+
+
+def make_fla(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
+    """Of inputs in the layout of that package, each a tensor of its own."""
+    return nn.Identity(), KINDS[case.cell].load_fla()
+
+
+def fla_shapes(case: MatrixCase) -> list[tuple[int, ...]]:
+    kind, rows = KINDS[case.cell], (case.B, case.T, case.heads)
+    return [(*rows, case.keys)] * kind.wide + [rows] * kind.scalars
+
+
+def matrices(device: str, precision: Precision) -> Iterator[tuple[Case, dict[str, Way]]]:
+    impls = {"reference": "reference"} if device == "cpu" else {}
+    impls["ours"] = IMPLS[device]
+    for cell, kind in () if precision.tf32 else KINDS.items():
+        for T, B, heads, keys in MATRIX_SHAPES[device]:
+            case = MatrixCase(cell, T, B, kind.count_features(heads, keys), heads=heads, keys=keys)
+            yield case, {name: make_matrices(impl, heads, keys) for name, impl in impls.items()}
+
+
 DRAWN = {"library": draw_library, "ladder": draw_ladder}
 SECTIONS = {
     "cells": cells, "published": published, "library": library, "ladder": ladder,
-    "directions": directions, "lengths": lengths, "linear": linear,
+    "directions": directions, "lengths": lengths, "linear": linear, "matrices": matrices,
 }  # fmt: skip
+COLD = "linear", "matrices"  # sections whose calls are also timed with cold caches
 LATENCY = "latency"
 KEY = "cell", "layers", "precision", "contender"
 
@@ -370,32 +420,37 @@ def measure(
                 label = {**asdict(case), "precision": precision.name}
                 progress.update(task, description=", ".join(map(str, label.values())))
                 with precision.in_force():
-                    turn = time_linear if section == "linear" else time_in_a_row
+                    turn = time_cold_too if section in COLD else time_in_a_row
                     timed = _compete(case, ways, device, precision.dtype, turn)
+                apart = functools.partial(
+                    _apart, case=case, device=device_type, precision=precision
+                )
                 if section == "cells" and case.cell in compiled:
                     name = "torch.compile" if steps >= case.T else f"torch.compile, {steps} steps"
-                    timed.append(
-                        _apart(name, compete_compiled, case, device_type, precision, steps=steps)
-                    )
+                    timed.append(apart(name, compete_compiled, steps=steps))
                 if device_type == "cuda" and case.cell == gated_sum.name and has_accelerated_scan():
                     # It has read outside its memory, which ends the process.
-                    name = "accelerated-scan"
-                    timed.append(
-                        _apart(name, compete_accelerated_scan, case, device_type, precision)
-                    )
+                    timed.append(apart("accelerated-scan", compete_accelerated_scan))
+                if section == "matrices" and precision == BFLOAT16 and has_fla():
+                    timed.append(apart("fla", compete_fla, limit_s=FLA_LIMIT_S))
                 rows += [label | row for row in _compared(timed)]
     return {"rows": rows, "geometric_means": geometric_means(rows)}
 
 
 def _compete(
-    case: Case, ways: Mapping[str, Way], device: torch.device, dtype: torch.dtype, turn: Turn
-) -> list[dict[str, Any]]:
-    """Measures one case; returns a row for each way."""
-    x = torch.randn(case.T, case.B, case.H, device=device, dtype=dtype)
+    case: Case, ways: Mapping[str, Way], device: torch.device, dtype: torch.dtype, turn: Turn,
+    shapes: Sequence[tuple[int, ...]] = (),
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Measures one case; returns a row for each way. The inputs have `shapes`, by default that of
+    a layer."""
+    inputs = tuple(
+        torch.randn(shape, device=device, dtype=dtype)
+        for shape in shapes or ((case.T, case.B, case.H),)
+    )
     contenders = []
     for name, make in ways.items():
         layer, function = make(case, device, dtype)
-        contender = Contender(name, function, Sample((x,)))
+        contender = Contender(name, function, Sample(inputs))
         contender.leaves += layer.parameters()
         contenders.append(contender)
     take_turns(
@@ -432,7 +487,7 @@ def time_in_a_row(contender: Contender, _timed: Timed) -> dict[str, float]:
     return times
 
 
-def time_linear(contender: Contender, timed: Timed) -> dict[str, float]:
+def time_cold_too(contender: Contender, timed: Timed) -> dict[str, float]:
     """Also times a forward and a backward with cold caches."""
     apart = time_apart(contender, timed)
     cold = {f"cold {phase}": apart[phase] for phase in COLD_PHASES}
@@ -448,19 +503,20 @@ def _compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _apart(
-    name: str, compete: Callable[..., dict[str, Any]], case: Case, device: str,
-    precision: Precision, **options: Any,
+    name: str, compete: Callable[..., dict[str, Any]], *, case: Case, device: str,
+    precision: Precision, limit_s: float | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the row of a contender from a process of its own, which may crash, and is killed if
-    it takes too long."""
+    it takes longer than `limit_s`, by default `APART_LIMIT_S`."""
+    limit_s = APART_LIMIT_S if limit_s is None else limit_s
     row = {"contender": name, **dict.fromkeys(PHASES), "cold": {}, "extra_memory_bytes": None}
     given = json.dumps(
         {**asdict(case), "device_type": device, "precision": precision.name, **options}
     )
     try:
-        return row | _elsewhere(_COMPETE, compete.__name__, given, timeout=APART_LIMIT_S)
+        return row | _elsewhere(_COMPETE, compete.__name__, given, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        return row | {"error": f"not done after {APART_LIMIT_S:g} s"}
+        return row | {"error": f"not done after {limit_s:g} s"}
     except subprocess.CalledProcessError as error:
         return row | {"error": f"crashed, exit status {error.returncode}"}
 
@@ -476,7 +532,20 @@ def compete_accelerated_scan(device_type: str, precision: str, **sizes: Any) -> 
     """Times the package; returns a row without a name."""
     (setting,) = (p for p in PRECISIONS[device_type] if p.name == precision)
     ways: dict[str, Way] = {"": make_accelerated_scan}
-    (row,) = _compete(Case(**sizes), ways, torch.device(device_type), setting.dtype, time_linear)
+    (row,) = _compete(Case(**sizes), ways, torch.device(device_type), setting.dtype, time_cold_too)
+    del row["contender"]
+    return row
+
+
+def compete_fla(device_type: str, precision: str, **sizes: Any) -> dict[str, Any]:
+    """Times the package; returns a row without a name."""
+    (setting,) = (p for p in PRECISIONS[device_type] if p.name == precision)
+    case, device = MatrixCase(**sizes), torch.device(device_type)
+    try:
+        ways: dict[str, Way] = {"": make_fla}
+        (row,) = _compete(case, ways, device, setting.dtype, time_cold_too, fla_shapes(case))
+    except Exception as error:  # of any type, from Triton's compiler among others
+        return {"error": (str(error).strip() or type(error).__name__).splitlines()[0]}
     del row["contender"]
     return row
 

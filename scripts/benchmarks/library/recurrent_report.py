@@ -26,7 +26,9 @@ def latency_table(measured: dict[str, Any]) -> Table:
 
 def table(measured: dict[str, Any]) -> Table:
     title = f"recurrent, {measured['section']}, {hardware(measured)}"
-    found = Table("cell", "T, B, H", "layers", "precision", "contender", title=title, box=SIMPLE)
+    names = [*"TBH", *(name for name in ("heads", "keys") if name in measured["rows"][0])]
+    columns = "cell", ", ".join(names), "layers", "precision", "contender"
+    found = Table(*columns, title=title, box=SIMPLE)
     for phase in ("forward", "both"):
         for column in (f"{phase}\nms", "baseline\n/ this"):
             found.add_column(column, justify="right")
@@ -35,7 +37,7 @@ def table(measured: dict[str, Any]) -> Table:
         found.add_column(f"cold\n{phase}\nms", justify="right")
     found.add_column("extra\nMiB", justify="right")
     for row in measured["rows"]:
-        sizes = ", ".join(str(row[name]) for name in "TBH")
+        sizes = ", ".join(str(row[name]) for name in names)
         cells = [row["cell"], sizes, str(row["layers"]), row["precision"], row["contender"]]
         for phase in PHASES:
             cells += [
