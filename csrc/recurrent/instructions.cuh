@@ -157,10 +157,16 @@ __device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint32_t (&
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ uint32_t as_bits(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ float as_float(uint32_t bits) { return __uint_as_float(bits); }
 // Rounds to 10 bits of mantissa, which a product in TF32 reads.
 __device__ __forceinline__ uint32_t round_to_tf32(float x) {
   uint32_t bits;
+#if __CUDA_ARCH__ >= 900
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));  // one instruction
+#else
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+#endif
   return bits;
 }
 // The same of 16 x 8 numbers in TF32 and 8 x 8.

@@ -14,19 +14,26 @@ from torch import Tensor
 
 from hoconv.jit.driver import Cubin, as_argument, open_cubin
 from hoconv.jit.generated import compile_cuda
-from hoconv.recurrent.codegen.matrix.chunks import READ, WRITTEN, ChunkSource
+from hoconv.recurrent.codegen.matrix.chunks import (
+    READ,
+    WRITTEN,
+    Block,
+    ChunkSource,
+    aligned,
+)
 from hoconv.recurrent.ir.evaluate import DTYPES
-from hoconv.recurrent.ir.program import Program, count_segments
+from hoconv.recurrent.ir.program import SEGMENT, Program, count_segments
 from hoconv.recurrent.passes.matrix.linear import Linear, Rows
 from hoconv.recurrent.runtime.interpret import Tensors
 from hoconv.recurrent.runtime.matrices import SHARED_BYTES
 
 LEAST_STEPS = 128  # of fewer, one kernel that keeps the states in registers waits less
-_ABSENT = [0] * 5
+_ABSENT = [0] * 4
+_WORD = 4  # floats that a thread reads at once
 _AMPERE = (8, 0)  # the first with products in TF32
 
-# Launches a kernel: its name, the rows and the blocks of its grid, shared bytes, and its Call.
-Launch = Callable[[str, int, int, int, list[int]], None]
+# Launches a kernel: its name, the rows and the blocks of its grid, each block, and its Call.
+Launch = Callable[[str, int, int, Block, list[int]], None]
 
 
 class ChunkLoop:
@@ -58,16 +65,18 @@ class ChunkLoop:
     ) -> tuple[Tensors, list[Tensor]]:  # fmt: skip
         """As :data:`hoconv.recurrent.runtime.interpret.Loop`, on the current device."""
         major, minor = torch.cuda.get_device_capability(device)
-        kernels, threads = self._kernels(f"sm_{major}{minor}"), self.source.threads
+        kernels = self._kernels(f"sm_{major}{minor}")
 
-        def launch(name: str, rows: int, blocks: int, shared_bytes: int, call: list[int]) -> None:
-            kernels(name, rows, blocks, threads, as_argument(call), shared_bytes=shared_bytes)
+        def launch(name: str, rows: int, blocks: int, each: Block, call: list[int]) -> None:
+            shared_bytes = each.shared_bytes
+            kernels(name, rows, blocks, each.threads, as_argument(call), shared_bytes=shared_bytes)
 
         return run_chunks(self.source, launch, program, values, initial, T, B, device)
 
     def _fits(self, capability: tuple[int, int]) -> bool:
         most = 1024 * SHARED_BYTES.get("sm_{}{}".format(*capability), 0)
-        return capability >= _AMPERE and self.source.step_bytes <= most
+        blocks = self.source.blocks.values()
+        return capability >= _AMPERE and all(block.shared_bytes <= most for block in blocks)
 
     def _load(self, architecture: str) -> Cubin:
         return open_cubin(self._code(architecture))
@@ -84,46 +93,72 @@ def run_chunks(
     # A gradient runs from the last step of the sequence to the first; chunks are in its order.
     reverse = program.reverse != backward
     written: Tensors = {}
-    call = [T, B, source.heads]
+    call, read = [T, B, source.heads], []  # which stay until the kernels are launched
     for rows in map(linear.reads.get, READ):
-        call += _describe(linear, rows, values[rows.value], T, reverse) if rows else _ABSENT
+        if rows:
+            read.append(_align(values[rows.value], aligned(linear, rows)))
+        call += _describe(linear, rows, read[-1], T, reverse) if rows else _ABSENT
+    parts = source.blocks["run_keys"].count if backward else 1
+    part = 0
     for name, rows in ((name, linear.writes.get(name)) for name in WRITTEN):
         if rows is None:
             call += _ABSENT
             continue
-        heads = [source.heads] * linear.sums_heads(name)
-        dtype, shape = DTYPES[rows.value.type.dtype], (T, B, *heads, rows.value.type.size)
-        written[rows.value] = torch.empty(shape, dtype=dtype, device=device)
-        call += _describe(linear, rows, written[rows.value], T, reverse)
-    first = initial[0].contiguous()
+        shape = (T, B, *[source.heads] * linear.sums_heads(name), rows.value.type.size)
+        each = parts if linear.sums_keys(name) else 1
+        to = torch.empty(each, *shape, dtype=DTYPES[rows.value.type.dtype], device=device)
+        part = to.stride(0) if each > 1 else part
+        written[rows.value] = to
+        call += _describe(linear, rows, to[0], T, reverse)
+    first = _align(initial[0].contiguous(), _WORD)
     last, between = first.new_empty(B, size), first.new_empty(chunks, B, size)
-    states = values[program.replays[0].value].contiguous() if backward else between
-    call += [first.data_ptr(), last.data_ptr()]
-    launch("run_states", B, source.heads * source.slabs, source.state_bytes,
-           [*call, between.data_ptr(), 0])  # fmt: skip
-    launch("run_steps", B * chunks, source.heads, source.step_bytes,
-           [*call, states.data_ptr(), between.data_ptr()])  # fmt: skip
-    written = {value: t.sum(2) if t.dim() == 4 else t for value, t in written.items()}
+    states = _align(values[program.replays[0].value].contiguous(), _WORD) if backward else between
+    pairs = first.new_empty(chunks, B, source.heads, SEGMENT, SEGMENT) if backward else between
+    call += [first.data_ptr(), last.data_ptr(), states.data_ptr(), between.data_ptr(),
+             pairs.data_ptr(), part]  # fmt: skip
+    for name, block in source.blocks.items():
+        rows = B if name == "run_states" else B * chunks
+        launch(name, rows, source.heads * block.count, block, call)
+    written = {value: _add_parts(t) for value, t in written.items()}
     if rows := linear.writes.get("states"):
         written[rows.value] = between
     return written, [last]
 
 
+def _add_parts(tensor: Tensor) -> Tensor:
+    """Adds what blocks and heads have written apart: (parts, T, B, n) or (parts, T, B, heads, n)
+    -> (T, B, n)."""
+    if tensor.dim() == 5:
+        return tensor.sum((0, 3))
+    return tensor[0] if tensor.shape[0] == 1 else tensor.sum(0)
+
+
+def _align(tensor: Tensor, number: int) -> Tensor:
+    """Returns a tensor whose features follow each other, and whose rows begin with a word of some
+    numbers."""
+    bytes_of = number * tensor.element_size()
+    apart = (stride for stride, n in zip(tensor.stride()[:-1], tensor.shape) if n > 1)
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        return tensor.contiguous()
+    if tensor.data_ptr() % bytes_of or any(stride % number for stride in apart):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
 def _describe(linear: Linear, rows: Rows, tensor: Tensor, T: int, reverse: bool) -> list[int]:
-    """The fields of the kernels' ``Rows``: an address, and how far steps, rows of the batch, heads
-    and features lie apart.
+    """The fields of the kernels' ``Rows``: an address, and how far steps, rows of the batch and
+    heads lie apart.
 
     Args:
-        tensor: (T, B, n), (1, B, n) or (n,); (T, B, heads, n) of a sum that heads write apart.
+        tensor: (T, B, n), (1, B, n) or (n,); (T, B, heads, n) of a sum that heads write apart. Its
+            features follow each other.
     """
-    *leading, feature = tensor.stride()
-    step, row, *heads = leading or (0, 0)
-    along = linear.columns if linear.columns in rows.axes else linear.keys
-    head = heads[0] if heads else rows.stride(linear.heads) * feature
-    address = tensor.data_ptr() + rows.start * feature * tensor.element_size()
+    step, row, *heads, _ = tensor.stride() if tensor.dim() > 1 else (0, 0, 1)
+    head = heads[0] if heads else rows.stride(linear.heads)
+    address = tensor.data_ptr() + rows.start * tensor.element_size()
     if rows.value.type.rate != "sequence":
         step = 0
     elif reverse:
         address += (T - 1) * step * tensor.element_size()
         step = -step
-    return [address, step, row, head, rows.stride(along) * feature]
+    return [address, step, row, head]

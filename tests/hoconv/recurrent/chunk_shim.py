@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hoconv.jit.driver import as_argument
 from hoconv.jit.generated import compile_cpp
-from hoconv.recurrent.codegen.matrix.chunks import ChunkSource, emit_chunks
+from hoconv.recurrent.codegen.matrix.chunks import Block, ChunkSource, emit_chunks
 from hoconv.recurrent.ir.program import Program
 from hoconv.recurrent.runtime.chunks import run_chunks
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
@@ -40,11 +40,11 @@ def _namespace(name: str, source: ChunkSource) -> str:
         f"""
 extern "C" void launch_{name}_{kernel}(const {name}::Call* call, int rows, int blocks, int bytes,
                                        bool reversed) {{
-  hoconv::recurrent::run_clusters(rows, blocks, 1, {source.threads}, 1, bytes, reversed,
+  hoconv::recurrent::run_clusters(rows, blocks, 1, {block.threads}, 1, bytes, reversed,
                                   [=] {{ {name}::{kernel}(*call); }});
 }}
 """
-        for kernel in ("run_states", "run_steps")
+        for kernel, block in source.blocks.items()
     )
     return f"namespace {name} {{\n{as_function(source.text)}\n}}\n{launches}"
 
@@ -62,9 +62,10 @@ class ShimChunks:
     ) -> tuple[Tensors, list[Tensor]]:
         T, B = count_steps(program, values)
 
-        def launch(kernel: str, rows: int, blocks: int, shared_bytes: int, call: list[int]) -> None:
+        def launch(kernel: str, rows: int, blocks: int, each: Block, call: list[int]) -> None:
             function = self.library[f"launch_{self.name}_{kernel}"]
-            function(ctypes.byref(as_argument(call)), rows, blocks, shared_bytes, self.reversed)
+            shared = each.shared_bytes
+            function(ctypes.byref(as_argument(call)), rows, blocks, shared, self.reversed)
 
         device = torch.device("cpu")
         return run_chunks(self.source, launch, program, values, initial, T, B, device)

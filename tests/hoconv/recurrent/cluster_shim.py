@@ -275,9 +275,18 @@ void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
   }
 }
 
-inline uint32_t round_to_tf32(float x) {
+inline uint32_t as_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float as_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t round_to_tf32(float x) {
+  const uint32_t bits = as_bits(x);
   const bool finite = (bits & 0x7f800000) != 0x7f800000;
   return (bits + (finite ? 0x1000 : 0)) & 0xffffe000;
 }

@@ -218,11 +218,11 @@ def test_float32_is_not_computed_in_tf32() -> None:
 def test_a_gpu_is_as_exact(cell: Any, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     bound = bind(cell, *sizes)
     options: Any = {name: bound.options[name] for name in bound.cell.options}
-    for T, reverse in ((2 * SEGMENT, False), (1000, True)):
+    for T, both in ((2 * SEGMENT, False), (1000, True)):
         torch.manual_seed(T)
         layer, exact = (
-            rnn.RNN(bound.cell, 8, bound.hidden_size, reverse=reverse, impl=impl, device="cuda",
-                    dtype=of, **options)
+            rnn.RNN(bound.cell, 8, bound.hidden_size, bidirectional=both, impl=impl,
+                    device="cuda", dtype=of, **options)
             for impl, of in (("cuda", dtype), ("reference", torch.float64))
         )  # fmt: skip
         exact.load_state_dict(layer.state_dict())

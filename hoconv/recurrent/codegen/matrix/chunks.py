@@ -5,19 +5,39 @@ B batch, T time steps.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.expressions import TYPES
-from hoconv.recurrent.ir.program import SEGMENT, Program, Value
-from hoconv.recurrent.passes.matrix.linear import Linear, find_linear
+from hoconv.recurrent.ir.program import BYTES, SEGMENT, Program
+from hoconv.recurrent.passes.matrix.linear import Linear, Rows, find_linear
 
 HEADER = '#include "recurrent/chunks.cuh"'
 MOST = 128  # keys, and columns
 HALVES = ("bf16", "f16")  # which have no more bits of mantissa than TF32
-_TILE, _SLAB, _WARP = 16, 32, 32
-_MOST_HEADS = 65_535 // (MOST // _SLAB)  # in a grid
+_TILE, _WARP = 16, 32
+_SEGMENTS, _PAD, _WIDE_PAD = 4, 4, 8  # as chunks.cuh has them
+_SQUARE = SEGMENT + _PAD
+_MOST_HEADS = 65_535 // (MOST // 32 * MOST // 64)  # in a grid
+# Of a multiprocessor, at least, which has registers for all of them.
+_THREADS = {"run_states": 512, "run_columns": 512, "run_keys": 384}
+_WORD_BYTES = 16  # that a thread loads at once
 READ = ("q", "k", "v", "d", "d_output")
 WRITTEN = ("output", "d_q", "d_k", "d_v", "d_d")
+
+
+@dataclass(frozen=True)
+class Block:
+    """The blocks of a kernel.
+
+    Attributes:
+        count: of a head.
+        threads, shared_bytes: of each.
+    """
+
+    count: int
+    threads: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,23 +45,20 @@ class ChunkSource:
     """The kernels of a program.
 
     Attributes:
-        text: kernels ``run_states`` and ``run_steps``, with the argument ``Call``: T, B, heads; for
-            each operand and result its address, and how far apart steps, rows, heads and features
-            lie; the addresses of the first and the last states, and of the states, and their
-            gradients, between chunks.
+        text: the kernels, with the argument ``Call``: T, B, heads; for each operand and result its
+            address, and how far apart steps, rows and heads lie; the addresses of the first and the
+            last states, of the states, and their gradients, between chunks, and of the gradients of
+            the products of pairs; how far apart the parts of blocks of a sum over keys lie.
         linear: the operands and results.
-        heads, slabs: of a row; of a head, slabs of columns.
-        threads: of a block.
-        state_bytes, step_bytes: shared memory of a block of each.
+        heads: of a row.
+        blocks: of each kernel, in the order of launches. The first one takes a row of the batch at
+            a time, the others a chunk of one.
     """
 
     text: str
     linear: Linear
     heads: int
-    slabs: int
-    threads: int
-    state_bytes: int
-    step_bytes: int
+    blocks: dict[str, Block]
 
 
 def emit_chunks(program: Program) -> ChunkSource | str:
@@ -58,38 +75,70 @@ def emit_chunks(program: Program) -> ChunkSource | str:
     heads = linear.heads.size if linear.heads else 1
     if heads > _MOST_HEADS:
         return f"{heads} heads are too many"
-    K, V = (-(-n // _TILE) * _TILE for n in (keys, columns))
-    threads = 256 if K > 64 else 128
-    warps, slab = threads // _WARP, min(V, _SLAB)
-    # As Chunks and its kernels have them.
-    wide = warps * -(-(V // 8) // warps) * 8 + 8
-    own, pairs, rows = SEGMENT * (K + 4), SEGMENT * (SEGMENT + 4), SEGMENT * wide
-    times = 2 if "d_q" in linear.writes else 1
-    step_numbers = times * (own + pairs + rows) + 2 * K * times
-    return ChunkSource(
-        _write(program, linear, threads), linear, heads, -(-V // slab), threads,
-        4 * (SEGMENT * (K + 8 + slab + 8) + 2 * K), 4 * step_numbers,
-    )  # fmt: skip
+    text, blocks = _write(linear)
+    return ChunkSource(text, linear, heads, blocks)
 
 
-def _write(program: Program, linear: Linear, threads: int) -> str:
-    def type_of(value: Value | None) -> str:
-        return TYPES[value.type.dtype] if value else "float"
+def aligned(linear: Linear, rows: Rows) -> int:
+    """Returns how many features of rows lie in a row and are aligned, if their first one is."""
+    along = linear.columns if linear.columns in rows.axes else linear.keys
+    if rows.stride(along) != 1:
+        return 1
+    apart = rows.start, rows.value.type.size, along.size, rows.stride(linear.heads)
+    return math.gcd(*apart, _WORD_BYTES // BYTES[rows.value.type.dtype])
 
-    reads = {name: type_of(linear.reads[name].value if name in linear.reads else None)
-             for name in READ}  # fmt: skip
-    writes = {name: type_of(linear.writes[name].value if name in linear.writes else None)
-              for name in WRITTEN}  # fmt: skip
+
+def _size_states(keys: int, columns: int) -> Block:
+    """As ``PassStates``."""
+    own, slab = _own(keys), 64 if columns > 48 else _round_up(columns)
+    shared = own * _SQUARE + SEGMENT * (slab + _WIDE_PAD) + _SEGMENTS * own
+    return Block(-(-keys // own) * -(-columns // slab), _SEGMENTS * _WARP, 4 * shared)
+
+
+def _size_columns(keys: int, columns: int, backward: bool) -> Block:
+    """As ``ComputeColumns``."""
+    K, V = _round_up(keys), _round_up(columns)
+    row = max(K, V if backward else 0) + _PAD
+    shared = SEGMENT * (row + _SQUARE + V + _WIDE_PAD) + _SEGMENTS * K
+    return Block(1, _SEGMENTS * (64 if K > 64 else _WARP), 4 * shared)
+
+
+def _size_keys(keys: int, columns: int) -> Block:
+    """As ``ComputeKeys``."""
+    own, row = _own(keys), _round_up(columns) + _PAD
+    first = SEGMENT * max(row, own + _PAD + _SQUARE)
+    shared = first + SEGMENT * (own + _PAD) + own * row + own + 2 * _SEGMENTS * own
+    return Block(-(-keys // own), _SEGMENTS * _WARP, 4 * shared)
+
+
+def _own(keys: int) -> int:
+    return 32 if keys > _TILE else _TILE
+
+
+def _round_up(n: int) -> int:
+    return -(-n // _TILE) * _TILE
+
+
+def _write(linear: Linear) -> tuple[str, dict[str, Block]]:
+    def declare(name: str, rows: Rows | None) -> str:
+        if rows is None:
+            return f"  Rows<float, 0, 1> {name};"
+        along = linear.columns if linear.columns in rows.axes else linear.keys
+        of = f"{TYPES[rows.value.type.dtype]}, {rows.stride(along)}, {aligned(linear, rows)}"
+        return f"  Rows<{of}> {name};"
+
     backward = "d_q" in linear.writes
+    sizes = linear.keys.size, linear.columns.size
     decays = 0
     if "d_d" in linear.writes:
         decays = 2 if linear.keys in linear.reads["d"].axes else 1
-    sizes = f"{linear.keys.size}, {linear.columns.size}"
-    steps = "compute_gradients" if backward else "compute_outputs"
-    kernels = {
-        "run_states": f"pass_states<{sizes}, {str(backward).lower()}>(call, shared)",
-        "run_steps": f"{steps}<{sizes}>(call, shared)",
+    of, backwards = f"{sizes[0]}, {sizes[1]}", str(backward).lower()
+    blocks = {
+        "run_states": (_size_states(*sizes), f"PassStates<{of}, {backwards}>"),
+        "run_columns": (_size_columns(*sizes, backward), f"ComputeColumns<{of}, {backwards}>"),
     }
+    if backward:
+        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}>"
     lines = [
         HEADER, "", "using namespace hoconv::recurrent;", "",
         "struct Call {",
@@ -98,17 +147,23 @@ def _write(program: Program, linear: Linear, threads: int) -> str:
         f"KEY = {linear.state.stride(linear.keys)}, "
         f"COLUMN = {linear.state.stride(linear.columns)};  // strides of a state",
         "  int64_t T, B, heads;",
-        *(f"  Rows<const {of}> {name};" for name, of in reads.items()),
-        *(f"  Rows<{of}> {name};" for name, of in writes.items()),
-        "  const float* first;", "  float *last, *states, *d_states;",
+        *(declare(name, linear.reads.get(name)) for name in READ),
+        *(declare(name, linear.writes.get(name)) for name in WRITTEN),
+        "  const float* first;", "  float *last, *states, *d_states, *d_products;",
+        "  int64_t part;",
         "};",
     ]  # fmt: skip
-    for name, call in kernels.items():
+    for name, (block, kernel) in blocks.items():
+        least = _THREADS[name] // block.threads
         lines += [
             "",
-            f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const Call call) {{',
+            f"using Of_{name} = {kernel};",
+            f"static_assert(Of_{name}::THREADS == {block.threads} && "
+            f"Of_{name}::BYTES == {block.shared_bytes});",
+            f'extern "C" __global__ void __launch_bounds__({block.threads}, {least}) '
+            f"{name}(const Call call) {{",
             "  extern __shared__ __align__(128) char shared[];",
-            f"  {call};",
+            f"  Of_{name}::run(call, shared);",
             "}",
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", {name: block for name, (block, _) in blocks.items()}

@@ -67,6 +67,10 @@ class Linear:
         """Returns whether steps write a sum over heads under a name."""
         return self.heads is not None and self.heads not in self.writes[name].axes
 
+    def sums_keys(self, name: str) -> bool:
+        """Returns whether steps write a sum over keys of what each key has: of decays."""
+        return name == "d_d" and self.keys not in self.writes[name].axes
+
 
 class _Differs(Exception):
     """A step is not of this form; says what differs."""
