@@ -116,14 +116,13 @@ __device__ __forceinline__ void store(float* to, const float (&from)[N]) {
 }
 
 // Operands of products, in TF32: what a lane has of 16 rows of the left one, or of N tiles of 8
-// columns of the right one, and of 16 of the depth from `at` on. Lane 4 g + k has rows g and g + 8;
-// column N g + n is in tile n, so that a lane has neighbours; of Along, 8 n + g. The depth may be
-// in any order that both operands have.
+// columns of the right one, and of 16 of the depth from `at` on. Lane 4 g + k has rows g and g + 8,
+// column 8 n + g of tile n, and numbers k, k + 4, k + 8 and k + 12 of the depth. Where the tiles
+// are wide, column N g + n is in tile n, so that a lane reads and writes neighbours.
 __device__ __forceinline__ int lane_row() { return threadIdx.x % 32 / 4; }
 __device__ __forceinline__ int lane_depth() { return threadIdx.x % 4; }
 
-// A matrix in shared memory that has a row for each row, or column, of the product. The depth of a
-// lane is k, k + 4, k + 8 and k + 12.
+// A matrix in shared memory that has a row for each row, or column, of the product.
 struct Along {
   const float* x;
   int pitch;
@@ -150,8 +149,21 @@ struct Triangle : Along {
     return UPPER ? at < row : at > row;
   }
 };
-// One that has a row for each number of the depth, in the same order.
+// One that has a row for each number of the depth.
 struct Across {
+  const float* x;
+  int pitch;
+  template <int N>
+  __device__ __forceinline__ void right(uint32_t (&b)[N][4], int column, int at) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int z = 0; z < 4; ++z)
+        b[n][z] = as_bits(x[(at + lane_depth() + 4 * z) * pitch + column + 8 * n + lane_row()]);
+  }
+};
+// The same of wide tiles.
+struct WideAcross {
   const float* x;
   int pitch;
   template <int N>
@@ -204,7 +216,7 @@ struct State {
     }
   }
 };
-// Keys are the depth, in the order of Along.
+// One whose keys are the depth, of wide tiles.
 template <int KEYS, int COLUMNS, typename Call>
 struct DeepKeys : State<KEYS, COLUMNS, Call> {
   template <int N>
@@ -218,22 +230,6 @@ struct DeepKeys : State<KEYS, COLUMNS, Call> {
     }
   }
 };
-// Columns are the depth, in the same order.
-template <int KEYS, int COLUMNS, typename Call>
-struct DeepColumns : State<KEYS, COLUMNS, Call> {
-  template <int N>
-  __device__ __forceinline__ void right(uint32_t (&b)[N][4], int column, int at) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int z = 0; z < 4; ++z) {
-        float number[1];
-        this->read(number, column + N * lane_row() + n, at + lane_depth() + 4 * z);
-        b[n][z] = round_to_tf32(number[0]);
-      }
-  }
-};
-
 // Adds products to M x N tiles of 16 x 8 sums.
 template <int M, int N, typename Left, typename Right>
 __device__ __forceinline__ void add_products(float (&sums)[M][N][4], int row, int column, int begin,
@@ -255,7 +251,7 @@ __device__ __forceinline__ void add_products(float (&sums)[M][N][4], int row, in
   }
 }
 
-// Calls f(row, column, numbers) for the sums of a lane: 2 N of neighbouring columns.
+// Calls f(row, column, numbers) for the sums of a lane in wide tiles: 2 N of neighbouring columns.
 template <int M, int N, typename F>
 __device__ __forceinline__ void for_each(float (&sums)[M][N][4], int row, int column, F f) {
 #pragma unroll
@@ -271,7 +267,7 @@ __device__ __forceinline__ void for_each(float (&sums)[M][N][4], int row, int co
     }
 }
 
-// The same of tiles whose columns are those of Along: f gets pairs.
+// The same of other tiles: f gets pairs.
 template <int M, int N, typename F>
 __device__ __forceinline__ void for_each_pair(const float (&sums)[M][N][4], int row, int column,
                                               F f) {
@@ -314,11 +310,11 @@ struct Part {
 
 // A thread's part of a chunk: EACH of the K keys of the block, at the steps of a segment. `first`
 // is the block's first one of all KEYS.
-template <int KEYS, int K, int EACH>
+template <int KEYS, int K, int EACH, int PADDING = PAD>
 struct Segment {
   static constexpr int LANES = K / EACH > 32 ? 64 : 32;
   static constexpr int THREADS = SEGMENTS * LANES, WARPS = THREADS / 32;
-  static constexpr int PITCH = K + PAD;
+  static constexpr int PITCH = K + PADDING;  // of scaled steps in shared memory
   using Numbers = float[STEPS][EACH];
   using Decays = float[SEGMENTS][K];  // the product of the decays of each segment
 
@@ -611,7 +607,7 @@ struct PassStates {
 #pragma unroll
           for (float& state : own) state *= whole;
         });
-        states.add(CHUNK, Along{x, SQUARE}, Across{columns, PITCH});
+        states.add(CHUNK, Along{x, SQUARE}, WideAcross{columns, PITCH});
       }
       __syncthreads();
     }
@@ -620,9 +616,9 @@ struct PassStates {
 };
 
 // A segment with what its keys read, and the products of pairs of steps.
-template <int KEYS, int K, int EACH>
-struct Pairs : Segment<KEYS, K, EACH> {
-  using Own = Segment<KEYS, K, EACH>;
+template <int KEYS, int K, int EACH, int PADDING = PAD>
+struct Pairs : Segment<KEYS, K, EACH, PADDING> {
+  using Own = Segment<KEYS, K, EACH, PADDING>;
   using Own::owns, Own::PITCH, Own::row, Own::segment, Own::THREADS, Own::WARPS;
   typename Own::Numbers q, k;
 
@@ -820,7 +816,7 @@ struct ComputeColumns {
     if (Part<Own::WARPS, 2, CHUNK, V> part(own.warp); part.any()) {
       part.add(K, Along{x, PITCH},
                DeepKeys<KEYS, COLUMNS, Call>{states + place.template state<KEYS, COLUMNS>(call)});
-      part.add(CHUNK, Triangle<BACKWARD>{{products, SQUARE}}, Across{columns, WIDE});
+      part.add(CHUNK, Triangle<BACKWARD>{{products, SQUARE}}, WideAcross{columns, WIDE});
       write_columns<COLUMNS>(written, part, place, call.T);
     }
     if constexpr (BACKWARD) {
@@ -861,9 +857,9 @@ struct Level : Along {
 
 // Computes the gradients of q, k and d of a chunk. A block has some keys of a head.
 template <int KEYS, int COLUMNS>
-struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1> {
+struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
   static constexpr int K = count_own(KEYS), SLABS = (KEYS + K - 1) / K;
-  using Own = Pairs<KEYS, K, 1>;
+  using Own = Pairs<KEYS, K, 1, WIDE_PAD>;
   using Own::d, Own::key, Own::owns, Own::PITCH, Own::q, Own::k, Own::row, Own::segment;
   using Numbers = typename Own::Numbers;
   using Decays = typename Own::Decays;
@@ -948,15 +944,14 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1> {
     const int begin = N == 32 ? 32 - at / 32 * 32 : N == 16 ? at ^ 16 : at;
     add_products(part.sums, at, 0, begin, N == 32 ? 32 : 16, Level<N>{{d_products, SQUARE}},
                  Across{x, PITCH});
-    part.each([&](int i, int c, const float (&numbers)[decltype(part)::WIDTH]) {
-      store(d_x + i * PITCH + c, numbers);
-    });
+    part.each_pair([&](int i, int c, const float (&pair)[2]) { store(d_x + i * PITCH + c, pair); });
     __syncthreads();
     if constexpr (N >= STEPS) {
       constexpr int HALF = N / STEPS;
       const int first = segment / HALF * HALF;
       take_segments(Own::template is_query<N>(), first, first + HALF - 1, 0);
-    } else if (owns()) {
+    } else if (owns() && Own::begin < Own::T) {
+      // The second condition always holds: ptxas moves no sums out of a branch, and so spills none.
 #pragma unroll
       for (int block = 0; block < STEPS; block += 2 * N) {
         take_keys(block, N, 1, 0);

@@ -106,8 +106,8 @@ def _size_columns(keys: int, columns: int, backward: bool) -> Block:
 def _size_keys(keys: int, columns: int) -> Block:
     """As ``ComputeKeys``."""
     own, row = _own(keys), _round_up(columns) + _PAD
-    first = SEGMENT * max(row, own + _PAD + _SQUARE)
-    shared = first + SEGMENT * (own + _PAD) + own * row + own + 2 * _SEGMENTS * own
+    first = SEGMENT * max(row, own + _WIDE_PAD + _SQUARE)
+    shared = first + SEGMENT * (own + _WIDE_PAD) + own * row + own + 2 * _SEGMENTS * own
     return Block(-(-keys // own), _SEGMENTS * _WARP, 4 * shared)
 
 
