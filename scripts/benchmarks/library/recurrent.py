@@ -400,7 +400,9 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
                 measured |= latency(device)
                 show(latency_table(measured))
             else:
-                measured |= measure(section, device, arguments.compile, arguments.compile_steps)
+                for found in measure(section, device, arguments.compile, arguments.compile_steps):
+                    measured |= found
+                    write_json(path, measured, say=False)  # a case may take minutes
                 show(table(measured))
             write_json(path, measured)
             if draw := DRAWN.get(section):
@@ -409,8 +411,9 @@ def run(arguments: argparse.Namespace, head: dict[str, Any]) -> None:
 
 def measure(
     section: str, device_type: str, compiled: Sequence[str] = (), steps: int = TYPICAL[0]
-) -> dict[str, Any]:
-    """Times a section's contenders on one device; returns the contents of its JSON."""
+) -> Iterator[dict[str, Any]]:
+    """Times a section's contenders on one device; yields the contents of its JSON after each
+    case."""
     device = torch.device(device_type)
     rows: list[dict[str, Any]] = []
     with memory_limit(device_type), Progress(console=console(), transient=True) as progress:
@@ -434,7 +437,7 @@ def measure(
                 if section == "matrices" and precision == BFLOAT16 and has_fla():
                     timed.append(apart("fla", compete_fla, limit_s=FLA_LIMIT_S))
                 rows += [label | row for row in _compared(timed)]
-    return {"rows": rows, "geometric_means": geometric_means(rows)}
+                yield {"rows": rows, "geometric_means": geometric_means(rows)}
 
 
 def _compete(
