@@ -37,8 +37,9 @@ def retnet(x: Row, S: Row, *, heads: int, keys: int, values: int) -> Step:
     rates."""
     q, k = _project("qk", x, heads, keys)
     (v,) = _project("v", x, heads, values)
-    rates = 1 - 2.0 ** -(5 + torch.arange(heads, dtype=torch.float64))
-    S = parameter("rates", init=rates[:, None, None], learned=False) * S
+    # In half precision, powers of two are exact, and 1 less one of the smaller ones would be 1.
+    lost = 2.0 ** -(5 + torch.arange(heads, dtype=torch.float64))
+    S = (1 - parameter("lost", init=lost[:, None, None], learned=False)) * S
     S = S + einsum("hk,hv->hkv", k * keys**-0.5, v)
     return einsum("hkv,hk->hv", S, q), dict(S=S)
 
