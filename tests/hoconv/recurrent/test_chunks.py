@@ -152,6 +152,13 @@ def test_sizes_need_not_be_those_of_tiles(T: int, keys: int, values: int) -> Non
 
 
 @needs_compiler
+@pytest.mark.parametrize("cell", ["mamba2", "other_order", "any_decay"])
+def test_blocks_share_the_keys_and_the_columns_of_a_head(cell: str) -> None:
+    """Of decays that heads have, each block writes a part of the gradient."""
+    check(bind(globals().get(cell, cell), 2, 40, 70), SEGMENT + 1, 1, torch.bfloat16)
+
+
+@needs_compiler
 @pytest.mark.parametrize("reverse", [False, True])
 def test_two_calls_are_one(reverse: bool) -> None:
     """Bit for bit, where the first one ends with a chunk."""
