@@ -16,6 +16,9 @@
 // decays. So the decays may have any value and sign.
 //
 // The gradient differentiates these products of decays one factor after the other.
+//
+// SHARED decays are those of a head, the same for all its keys. Then D_ji is a number, by which the
+// product q_iᵀ k_j is multiplied: no levels.
 #pragma once
 
 #include "recurrent/instructions.cuh"
@@ -141,12 +144,21 @@ struct Along {
       load_tiles(b[n], x + (column + 8 * n + lane % 8) * pitch + at + lane / 8 * 4);
   }
 };
-// A triangle: zeros, which need not be there, in other tiles of 16 x 16 than those on the diagonal
-// and left of it; UPPER: right of it.
+// Its triangle left of the diagonal, or UPPER: right of it, with the diagonal. What is elsewhere
+// counts as zero.
 template <bool UPPER>
 struct Triangle : Along {
   static __device__ __forceinline__ bool skips(int row, int at) {
     return UPPER ? at < row : at > row;
+  }
+  __device__ __forceinline__ void left(uint32_t (&a)[2][4], int row, int at) const {
+    Along::left(a, row, at);
+    if (at != row) return;
+#pragma unroll
+    for (int z = 0; z < 8; ++z) {
+      const int i = lane_row() + z % 2 * 8, j = lane_depth() + z / 2 * 4;
+      if (UPPER ? j < i : j > i) a[z / 4][z % 4] = 0;
+    }
   }
 };
 // One that has a row for each number of the depth.
@@ -306,6 +318,15 @@ struct Part {
   __device__ __forceinline__ void each_pair(F f) const {
     for_each_pair(sums, row, column, f);
   }
+  // Multiplies the sums one by one.
+  __device__ __forceinline__ void multiply(const Part& by) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int z = 0; z < 4; ++z) sums[m][n][z] *= by.sums[m][n][z];
+  }
 };
 
 // A thread's part of a chunk: EACH of the K keys of the block, at the steps of a segment. `first`
@@ -434,6 +455,17 @@ struct Segment {
 #pragma unroll
     for (int z = 0; z < EACH; ++z) numbers[z] = rounded(of[s][z] * scale[z]);
     put(x, s, numbers);
+  }
+  // Stores all steps, rounded.
+  __device__ __forceinline__ void put_all(float* x, const Numbers& of) const {
+    if (!owns()) return;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      float numbers[EACH];
+#pragma unroll
+      for (int z = 0; z < EACH; ++z) numbers[z] = rounded(of[s][z]);
+      put(x, s, numbers);
+    }
   }
   // Calls f(i, the sum over keys) once for each row.
   template <typename F>
@@ -730,8 +762,6 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
   template <bool TURNED>
   __device__ __forceinline__ void multiply_pairs(float* products, float* x,
                                                  const typename Own::Decays& decays) const {
-    for (int at = threadIdx.x * 4; at < CHUNK * 16; at += THREADS * 4)
-      store(products + at / 16 * SQUARE + at / 256 * 16 + at % 16, {0.f, 0.f, 0.f, 0.f});
     if (owns())
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
@@ -770,14 +800,18 @@ __device__ __forceinline__ void write_columns(const R& rows, P& part, const Plac
 //
 // where C is the last step, and those of the products of pairs, o'_i v_j, in both orders of i and
 // j.
-template <int KEYS, int COLUMNS, bool BACKWARD>
+template <int KEYS, int COLUMNS, bool BACKWARD, bool SHARED>
 struct ComputeColumns {
   static constexpr int K = round_up(KEYS, 16), V = round_up(COLUMNS, 16);
   using Own = Pairs<KEYS, K, 2>;
   static constexpr int THREADS = Own::THREADS, PITCH = Own::PITCH, WIDE = V + WIDE_PAD;
   // The rows of v come in place of the scaled steps.
   static constexpr int ROWS = PITCH > V + PAD || !BACKWARD ? PITCH : V + PAD;
-  static constexpr int BYTES = 4 * (CHUNK * (ROWS + SQUARE + WIDE) + SEGMENTS * K);
+  // With shared decays, the keys come first in place of columns.
+  static constexpr int SECOND = SHARED && PITCH > WIDE ? PITCH : WIDE;
+  static constexpr int BYTES =
+      4 * (CHUNK * (ROWS + SQUARE + SECOND) + SEGMENTS * K + SHARED * CHUNK * (SQUARE + 1));
+  using Square = Part<Own::WARPS, 2, CHUNK, CHUNK>;
 
   template <typename Call>
   static __device__ __forceinline__ void run(const Call& call, char* shared) {
@@ -792,14 +826,36 @@ struct ComputeColumns {
     Memory memory{reinterpret_cast<float*>(shared)};
     float* const x = memory.take(CHUNK * ROWS);
     float* const products = memory.take(CHUNK * SQUARE);
-    float* const columns = memory.take(CHUNK * WIDE);
-    auto& decays = *reinterpret_cast<typename Own::Decays*>(memory.next);
+    float* const columns = memory.take(CHUNK * SECOND);
+    auto& decays = *reinterpret_cast<typename Own::Decays*>(memory.take(SEGMENTS * K));
+    float* const own_decays = memory.next;          // of each step, if they are shared
+    float* const products_of = own_decays + CHUNK;  // D_ji, in row i
     const Place place(call);
     Own own(call.T, 0);
     own.load(call, place);
-    copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
-    own.multiply_decays(decays);
-    own.template multiply_pairs<BACKWARD>(products, x, decays);
+    Square pairs(own.warp);
+    if constexpr (SHARED) {
+      own.put_all(x, own.q), own.put_all(columns, own.k);
+      if (own.key == 0)
+#pragma unroll
+        for (int s = 0; s < STEPS; ++s) own_decays[own.row(s)] = own.d[s][0];
+      own.multiply_decays(decays);
+      multiply_steps(products_of, own_decays);
+      pairs.add(K, Along{x, PITCH}, Along{columns, PITCH});
+      __syncthreads();
+      pairs.each_pair([=](int i, int j, const float (&pair)[2]) {
+#pragma unroll
+        for (int z = 0; z < 2; ++z)
+          if (i >= j + z)
+            products[BACKWARD ? (j + z) * SQUARE + i : i * SQUARE + j + z] =
+                rounded(pair[z] * products_of[i * SQUARE + j + z]);
+      });
+      copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
+    } else {
+      copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
+      own.multiply_decays(decays);
+      own.template multiply_pairs<BACKWARD>(products, x, decays);
+    }
     float scale[2];
     if (own.owns()) {
       if constexpr (BACKWARD) {
@@ -823,13 +879,15 @@ struct ComputeColumns {
       __syncthreads();
       copy_columns<COLUMNS, V, THREADS>(x, V + PAD, call.v, place, call.T);
       __syncthreads();
-      Part<Own::WARPS, 2, CHUNK, CHUNK> part(own.warp);
-      part.add(V, Along{columns, WIDE}, Along{x, V + PAD});
-      part.each_pair([=](int i, int j, const float (&pair)[2]) {
+      Square d_pairs(own.warp);
+      d_pairs.add(V, Along{columns, WIDE}, Along{x, V + PAD});
+      d_pairs.each_pair([=](int i, int j, const float (&pair)[2]) {
 #pragma unroll
-        for (int z = 0; z < 2; ++z)
-          if (i >= j + z)
-            products[i * SQUARE + j + z] = products[(j + z) * SQUARE + i] = rounded(pair[z]);
+        for (int z = 0; z < 2; ++z) {
+          if (i < j + z) continue;
+          const float number = SHARED ? pair[z] * products_of[i * SQUARE + j + z] : pair[z];
+          products[i * SQUARE + j + z] = products[(j + z) * SQUARE + i] = rounded(number);
+        }
       });
       __syncthreads();
       float* const to = call.d_products + place.index(call) * CHUNK * CHUNK;
@@ -837,6 +895,53 @@ struct ComputeColumns {
         float numbers[4];
         load(numbers, products + at / CHUNK * SQUARE + at % CHUNK), store(to + at, numbers);
       }
+      if constexpr (SHARED && Call::DECAYS == 1) {
+        __syncthreads();
+        pairs.multiply(d_pairs);
+        pairs.each_pair(
+            [=](int i, int j, const float (&pair)[2]) { store(products + i * SQUARE + j, pair); });
+        __syncthreads();
+        differentiate_steps(products, products_of, own_decays);
+        __syncthreads();
+        for (int i = own.warp; i < CHUNK && own.begin + i < call.T; i += Own::WARPS) {
+          const float* const row = products + i * SQUARE + threadIdx.x % 32;
+          const float sum = warp_reduce(row[0] + row[32], [](float a, float b) { return a + b; });
+          const auto& rows = call.d_d;
+          if (threadIdx.x % 32 == 0)
+            rows.store(rows.at(own.begin + i, place.b, place.head, 0) + OTHERS * call.part, {sum});
+        }
+      }
+    }
+  }
+
+ private:
+  // Parts of the gradient of decays that other blocks write.
+  static constexpr int OTHERS = (KEYS + count_own(KEYS) - 1) / count_own(KEYS);
+
+  // Computes D_ji for i >= j; a thread has a j.
+  static __device__ __forceinline__ void multiply_steps(float* products, const float* decays) {
+    const int j = threadIdx.x;
+    if (j >= CHUNK) return;
+    float product = 1;
+#pragma unroll 8
+    for (int i = 0; i < CHUNK; ++i) {
+      if (i > j) product *= decays[i];
+      if (i >= j) products[i * SQUARE + j] = product;
+    }
+  }
+  // Replaces the gradient of each D_ji by what it adds to that of d_i and those before.
+  static __device__ __forceinline__ void differentiate_steps(float* gradients,
+                                                             const float* products,
+                                                             const float* decays) {
+    const int j = threadIdx.x;
+    if (j >= CHUNK) return;
+    float carry = 0;
+#pragma unroll 8
+    for (int i = CHUNK - 1; i >= 0; --i) {
+      float& gradient = gradients[i * SQUARE + j];
+      carry += i > j ? gradient : 0;
+      gradient = i > j ? carry * products[(i - 1) * SQUARE + j] : 0;
+      if (i > j) carry *= decays[i];
     }
   }
 };
@@ -856,7 +961,7 @@ struct Level : Along {
 };
 
 // Computes the gradients of q, k and d of a chunk. A block has some keys of a head.
-template <int KEYS, int COLUMNS>
+template <int KEYS, int COLUMNS, bool SHARED>
 struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
   static constexpr int K = count_own(KEYS), SLABS = (KEYS + K - 1) / K;
   using Own = Pairs<KEYS, K, 1, WIDE_PAD>;
@@ -961,6 +1066,25 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     if constexpr (N > 1) take_levels<N / 2>(d_products);
   }
 
+  // Takes the gradients of all pairs, whose products of decays are in those of the products.
+  __device__ __forceinline__ void take_pairs(const float* d_products) {
+    take_triangle<false>(d_products, k, d_q);
+    take_triangle<true>(d_products, q, d_k);
+  }
+  template <bool UPPER>
+  __device__ __forceinline__ void take_triangle(const float* d_products, const Numbers& of,
+                                                Numbers& gradient) {
+    Own::put_all(x, of);
+    __syncthreads();
+    Part<Own::WARPS, Own::WARPS, CHUNK, K> part(Own::warp);
+    part.add(CHUNK, Triangle<UPPER>{{d_products, SQUARE}}, Across{x, PITCH});
+    part.each_pair([&](int i, int c, const float (&pair)[2]) { store(d_x + i * PITCH + c, pair); });
+    __syncthreads();
+    if (!owns()) return;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) gradient[s][0] += given(s);
+  }
+
   // Writes what the state gives the scaled keys, or queries, of rows of columns, to d_x.
   template <typename R, typename Matrix>
   __device__ __forceinline__ void multiply_state(const R& rows, const Matrix& state, float* columns,
@@ -1025,11 +1149,16 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     }
     own.take_segments(true, 0, SEGMENTS - 1, 0);
 
-    own.template take_levels<CHUNK / 2>(d_products);
+    if constexpr (SHARED) {
+      __syncthreads();
+      own.take_pairs(d_products);
+    } else {
+      own.template take_levels<CHUNK / 2>(d_products);
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {  // the pairs of a step with itself
-      const float product = d_products[own.row(s) * (SQUARE + 1)];
-      own.d_q[s][0] += product * own.k[s][0], own.d_k[s][0] += product * own.q[s][0];
+      for (int s = 0; s < STEPS; ++s) {  // the pairs of a step with itself
+        const float product = d_products[own.row(s) * (SQUARE + 1)];
+        own.d_q[s][0] += product * own.k[s][0], own.d_k[s][0] += product * own.q[s][0];
+      }
     }
     own.write(call.d_q, own.d_q, place.b, place.head);
     own.write(call.d_k, own.d_k, place.b, place.head);

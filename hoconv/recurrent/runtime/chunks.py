@@ -98,14 +98,15 @@ def run_chunks(
         if rows:
             read.append(_align(values[rows.value], aligned(linear, rows)))
         call += _describe(linear, rows, read[-1], T, reverse) if rows else _ABSENT
-    parts = source.blocks["run_keys"].count if backward else 1
+    # Of the gradient of shared decays: from the blocks that have keys, and from pairs of steps.
+    parts = source.blocks["run_keys"].count + 1 if backward else 1
     part = 0
     for name, rows in ((name, linear.writes.get(name)) for name in WRITTEN):
         if rows is None:
             call += _ABSENT
             continue
         shape = (T, B, *[source.heads] * linear.sums_heads(name), rows.value.type.size)
-        each = parts if linear.sums_keys(name) else 1
+        each = parts if name == "d_d" and linear.shares_decays else 1
         to = torch.empty(each, *shape, dtype=DTYPES[rows.value.type.dtype], device=device)
         part = to.stride(0) if each > 1 else part
         written[rows.value] = to

@@ -95,11 +95,13 @@ def _size_states(keys: int, columns: int) -> Block:
     return Block(-(-keys // own) * -(-columns // slab), _SEGMENTS * _WARP, 4 * shared)
 
 
-def _size_columns(keys: int, columns: int, backward: bool) -> Block:
+def _size_columns(keys: int, columns: int, backward: bool, shared_decays: bool) -> Block:
     """As ``ComputeColumns``."""
     K, V = _round_up(keys), _round_up(columns)
-    row = max(K, V if backward else 0) + _PAD
-    shared = SEGMENT * (row + _SQUARE + V + _WIDE_PAD) + _SEGMENTS * K
+    first, second = max(K, V if backward else 0) + _PAD, V + _WIDE_PAD
+    shared = SEGMENT * (first + _SQUARE + second) + _SEGMENTS * K
+    if shared_decays:
+        shared += SEGMENT * (max(K + _PAD - second, 0) + _SQUARE + 1)
     return Block(1, _SEGMENTS * (64 if K > 64 else _WARP), 4 * shared)
 
 
@@ -131,14 +133,16 @@ def _write(linear: Linear) -> tuple[str, dict[str, Block]]:
     sizes = linear.keys.size, linear.columns.size
     decays = 0
     if "d_d" in linear.writes:
-        decays = 2 if linear.keys in linear.reads["d"].axes else 1
-    of, backwards = f"{sizes[0]}, {sizes[1]}", str(backward).lower()
+        decays = 1 if linear.shares_decays else 2
+    shared = linear.shares_decays
+    of, back, same = f"{sizes[0]}, {sizes[1]}", str(backward).lower(), str(shared).lower()
+    of_columns = _size_columns(*sizes, backward, shared)
     blocks = {
-        "run_states": (_size_states(*sizes), f"PassStates<{of}, {backwards}>"),
-        "run_columns": (_size_columns(*sizes, backward), f"ComputeColumns<{of}, {backwards}>"),
+        "run_states": (_size_states(*sizes), f"PassStates<{of}, {back}>"),
+        "run_columns": (of_columns, f"ComputeColumns<{of}, {back}, {same}>"),
     }
     if backward:
-        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}>"
+        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}, {same}>"
     lines = [
         HEADER, "", "using namespace hoconv::recurrent;", "",
         "struct Call {",

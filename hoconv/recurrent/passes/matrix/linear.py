@@ -67,9 +67,10 @@ class Linear:
         """Returns whether steps write a sum over heads under a name."""
         return self.heads is not None and self.heads not in self.writes[name].axes
 
-    def sums_keys(self, name: str) -> bool:
-        """Returns whether steps write a sum over keys of what each key has: of decays."""
-        return name == "d_d" and self.keys not in self.writes[name].axes
+    @property
+    def shares_decays(self) -> bool:
+        """Returns whether all keys of a head have the same decays."""
+        return "d" not in self.reads or self.keys not in self.reads["d"].axes
 
 
 class _Differs(Exception):
