@@ -29,6 +29,7 @@ from hoconv.recurrent.passes.matrix.columns import find_columns
 from hoconv.recurrent.passes.matrix.epilogue import move_epilogue
 from hoconv.recurrent.passes.matrix.prepare import prepare
 from hoconv.recurrent.passes.matrix.separate import separate
+from hoconv.recurrent.passes.parts import take_parts
 from hoconv.recurrent.passes.reset import reset
 from hoconv.recurrent.passes.simplify import simplify
 
@@ -154,7 +155,7 @@ class Plan:
         return trim(forward, accumulate(backward))
 
     def _fuse(self, program: Program) -> Program:
-        return fuse(program) if reaches(self.schedule, "fused") else program
+        return take_parts(fuse(program)) if reaches(self.schedule, "fused") else program
 
 
 def plan(

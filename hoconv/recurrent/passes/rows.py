@@ -47,9 +47,7 @@ def _program(program: Program, group: Group) -> Program:
         )
         for op in group.ops
     )
-    everywhere = flat((*program.before, *program.step, *program.after))
-    used = {v for op in everywhere if op.result not in own for v in op.values}
-    used |= {*step_outputs(program), *program.returned}
+    used = find_outputs(program, group)
     return Program(
         name=f"{program.name}, whole sequences",
         params=(),
@@ -63,3 +61,12 @@ def _program(program: Program, group: Group) -> Program:
             if op.result in used
         ),
     )
+
+
+def find_outputs(program: Program, group: Group) -> set[Value]:
+    """Finds the results of a group that anything else reads, or that the caller gets."""
+    own = {op.result for op in group.ops}
+    everywhere = flat((*program.before, *program.step, *program.after))
+    used = {v for op in everywhere if op.result not in own for v in op.values}
+    used |= {*step_outputs(program), *program.returned}
+    return used & own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hoconv.recurrent.ir.program import Op, Operand, Program, Value, Yield, flat, step_outputs
@@ -25,7 +26,7 @@ def _eliminate_common(program: Program) -> Program:
             # -0.0 equals 0.0, but is another constant.
             inputs = tuple(repr(i) if isinstance(i, float) else i for i in op.inputs)
             key = (op.kind, inputs, repr(op.attrs), op.result.type)
-            same = seen.get(key) or _find_equal(op, made_by)
+            same = seen.get(key) or find_equal(op, made_by)
             if same is not None:
                 values[op.result] = same
                 continue
@@ -44,7 +45,7 @@ def _eliminate_common(program: Program) -> Program:
     return replace_outputs(replace(program, before=before, step=step, after=after), values)
 
 
-def _find_equal(op: Op, made_by: dict[Value, Op]) -> Value | None:
+def find_equal(op: Op, made_by: Mapping[Value, Op]) -> Value | None:
     """An operand, or an operand's operand, that equals the op's result; None if there is none."""
 
     def same(operand: Operand | None) -> Value | None:

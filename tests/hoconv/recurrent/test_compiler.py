@@ -21,6 +21,7 @@ from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
 from hoconv.recurrent.passes.hoisting.hoist import hoist
 from hoconv.recurrent.passes.hoisting.sink import sink
+from hoconv.recurrent.passes.parts import take_parts
 from hoconv.recurrent.passes.simplify import simplify
 from hoconv.recurrent.runtime.interpret import Loop, interpret
 from hoconv.recurrent.runtime.packing import pack
@@ -67,6 +68,7 @@ def test_every_pass_keeps_outputs_and_gradients(which: str | int) -> None:
     program = case.check(combine(program))
     program = case.check(sink(program))
     program = case.check(fuse(program))
+    case.check(take_parts(program))
 
 
 @pytest.mark.parametrize("which", CELLS)
