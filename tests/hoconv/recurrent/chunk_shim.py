@@ -18,6 +18,10 @@ from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 from tests.hoconv.recurrent.cluster_shim import as_function, with_fibers
 
 
+# Each after those that it includes.
+_FILES = ("rows", "products", "steps", "states", "columns", "keys")
+
+
 def shim_chunks(programs: Mapping[str, Program], reversed: bool = False) -> dict[str, ShimChunks]:
     """As :func:`hoconv.recurrent.runtime.cpp.compile_loops`, of kernels that take chunks.
 
@@ -29,7 +33,7 @@ def shim_chunks(programs: Mapping[str, Program], reversed: bool = False) -> dict
         source = emit_chunks(program)
         assert isinstance(source, ChunkSource), f"{name}: {source}"
         sources[name] = source
-    text = with_fibers("recurrent/chunks.cuh")
+    text = with_fibers(*(f"recurrent/chunks/{name}.cuh" for name in _FILES))
     text += "".join(_namespace(name, source) for name, source in sources.items())
     library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
     return {name: ShimChunks(name, each, library, reversed) for name, each in sources.items()}
