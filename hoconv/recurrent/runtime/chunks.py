@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -41,8 +42,7 @@ class ChunkLoop:
 
     def __init__(self, source: ChunkSource) -> None:
         self.source = source
-        compile = functools.partial(compile_cuda, "recurrent", source.text)
-        self._code: Callable[[str], Path] = functools.cache(compile)
+        self._code = functools.cache(self._compile)
         self._kernels = functools.cache(self._load)
 
     def serves(self, T: int, device: torch.device) -> bool:
@@ -69,7 +69,9 @@ class ChunkLoop:
 
         def launch(name: str, rows: int, blocks: int, each: Block, call: list[int]) -> None:
             shared_bytes = each.shared_bytes
-            kernels(name, rows, blocks, each.threads, as_argument(call), shared_bytes=shared_bytes)
+            kernels[name](
+                name, rows, blocks, each.threads, as_argument(call), shared_bytes=shared_bytes
+            )
 
         return run_chunks(self.source, launch, program, values, initial, T, B, device)
 
@@ -78,8 +80,14 @@ class ChunkLoop:
         blocks = self.source.blocks.values()
         return capability >= _AMPERE and all(block.shared_bytes <= most for block in blocks)
 
-    def _load(self, architecture: str) -> Cubin:
-        return open_cubin(self._code(architecture))
+    def _compile(self, architecture: str) -> dict[str, Path]:
+        """Compiles the kernels at once: the first call of a layer waits for them."""
+        compile = functools.partial(compile_cuda, "recurrent", architecture=architecture)
+        with ThreadPoolExecutor() as threads:
+            return dict(zip(self.source.texts, threads.map(compile, self.source.texts.values())))
+
+    def _load(self, architecture: str) -> dict[str, Cubin]:
+        return {name: open_cubin(path) for name, path in self._code(architecture).items()}
 
 
 def run_chunks(

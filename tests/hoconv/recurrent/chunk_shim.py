@@ -17,7 +17,6 @@ from hoconv.recurrent.runtime.chunks import run_chunks
 from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 from tests.hoconv.recurrent.cluster_shim import as_function, with_fibers
 
-
 # Each after those that it includes.
 _FILES = ("rows", "products", "steps", "states", "columns", "keys")
 
@@ -40,17 +39,19 @@ def shim_chunks(programs: Mapping[str, Program], reversed: bool = False) -> dict
 
 
 def _namespace(name: str, source: ChunkSource) -> str:
-    launches = "".join(
+    return "".join(
         f"""
-extern "C" void launch_{name}_{kernel}(const {name}::Call* call, int rows, int blocks, int bytes,
-                                       bool reversed) {{
+namespace {name}_{kernel} {{
+{as_function(source.texts[kernel])}
+}}
+extern "C" void launch_{name}_{kernel}(const {name}_{kernel}::Call* call, int rows, int blocks,
+                                       int bytes, bool reversed) {{
   hoconv::recurrent::run_clusters(rows, blocks, 1, {block.threads}, 1, bytes, reversed,
-                                  [=] {{ {name}::{kernel}(*call); }});
+                                  [=] {{ {name}_{kernel}::{kernel}(*call); }});
 }}
 """
         for kernel, block in source.blocks.items()
     )
-    return f"namespace {name} {{\n{as_function(source.text)}\n}}\n{launches}"
 
 
 class ShimChunks:

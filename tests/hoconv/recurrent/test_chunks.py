@@ -197,7 +197,8 @@ def test_kernels_compile() -> None:
         for program in (made.forward, made.backward):
             source = emit_chunks(program)
             assert isinstance(source, ChunkSource), source
-            compile_cuda("recurrent", source.text, "sm_90")
+            for text in source.texts.values():
+                compile_cuda("recurrent", text, "sm_90")
 
 
 @pytest.mark.parametrize(

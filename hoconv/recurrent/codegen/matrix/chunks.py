@@ -45,17 +45,18 @@ class ChunkSource:
     """The kernels of a program.
 
     Attributes:
-        text: the kernels, with the argument ``Call``: T, B, heads; for each operand and result its
-            address, and how far apart steps, rows and heads lie; the addresses of the first and the
-            last states, of the states, and their gradients, between chunks, and of the gradients of
-            the products of pairs; how far apart the parts of blocks of a sum over keys lie.
+        texts: of each kernel, by its name: a source of its own, with the argument ``Call``: T, B,
+            heads; for each operand and result its address, and how far apart steps, rows and heads
+            lie; the addresses of the first and the last states, of the states, and their gradients,
+            between chunks, and of the gradients of the products of pairs; how far apart the parts
+            of blocks of a sum over keys lie.
         linear: the operands and results.
         heads: of a row.
         blocks: of each kernel, in the order of launches. The first one takes a row of the batch at
             a time, the others a chunk of one.
     """
 
-    text: str
+    texts: dict[str, str]
     linear: Linear
     heads: int
     blocks: dict[str, Block]
@@ -75,8 +76,8 @@ def emit_chunks(program: Program) -> ChunkSource | str:
     heads = linear.heads.size if linear.heads else 1
     if heads > _MOST_HEADS:
         return f"{heads} heads are too many"
-    text, blocks = _write(linear)
-    return ChunkSource(text, linear, heads, blocks)
+    texts, blocks = _write(linear)
+    return ChunkSource(texts, linear, heads, blocks)
 
 
 def aligned(linear: Linear, rows: Rows) -> int:
@@ -121,7 +122,7 @@ def _round_up(n: int) -> int:
     return -(-n // _TILE) * _TILE
 
 
-def _write(linear: Linear) -> tuple[str, dict[str, Block]]:
+def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
     def declare(name: str, rows: Rows | None) -> str:
         if rows is None:
             return f"  Rows<float, 0, 1> {name};"
@@ -143,7 +144,7 @@ def _write(linear: Linear) -> tuple[str, dict[str, Block]]:
     }
     if backward:
         blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}, {same}>"
-    lines = [
+    begin = [
         HEADER, "", "using namespace hoconv::recurrent;", "",
         "struct Call {",
         f"  static constexpr int DECAYS = {decays};",
@@ -157,17 +158,20 @@ def _write(linear: Linear) -> tuple[str, dict[str, Block]]:
         "  int64_t part;",
         "};",
     ]  # fmt: skip
+    texts = {}
     for name, (block, kernel) in blocks.items():
         least = _THREADS[name] // block.threads
-        lines += [
+        lines = [
+            *begin,
             "",
-            f"using Of_{name} = {kernel};",
-            f"static_assert(Of_{name}::THREADS == {block.threads} && "
-            f"Of_{name}::BYTES == {block.shared_bytes});",
+            f"using Kernel = {kernel};",
+            f"static_assert(Kernel::THREADS == {block.threads} && "
+            f"Kernel::BYTES == {block.shared_bytes});",
             f'extern "C" __global__ void __launch_bounds__({block.threads}, {least}) '
             f"{name}(const Call call) {{",
             "  extern __shared__ __align__(128) char shared[];",
-            f"  Of_{name}::run(call, shared);",
+            "  Kernel::run(call, shared);",
             "}",
         ]
-    return "\n".join(lines) + "\n", {name: block for name, (block, _) in blocks.items()}
+        texts[name] = "\n".join(lines) + "\n"
+    return texts, {name: block for name, (block, _) in blocks.items()}
