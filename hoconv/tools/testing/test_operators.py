@@ -116,21 +116,24 @@ def moved(values: Any, device: str) -> Any:
 
 
 def test_declaration_is_complete(operator: Operator) -> None:
-    assert next(iter(operator.implementations)) == "reference"
-    assert not operator.implementations["reference"].devices
-    assert "auto" not in operator.implementations
-    assert list(operator.benchmark.sizes) == sorted(set(operator.benchmark.sizes))
+    names = [*operator.implementations]
+    assert names[0] == "reference", "implementations: the first one has to be the reference"
+    devices = operator.implementations["reference"].devices
+    assert not devices, "implementations: the reference has to run on all devices"
+    assert "auto" not in names, "implementations: auto is the choice among them"
+    sizes = list(operator.benchmark.sizes)
+    assert sizes == sorted(set(sizes)), "benchmark.sizes have to ascend"
     for dtype in operator.tolerances:
         samples = list(operator.samples(torch.device("cpu"), dtype))
         names = [sample.name for sample in samples]
-        assert all(names)
-        assert len(set(names)) == len(names)
-        assert any(elements(sample) for sample in samples)
+        assert all(names), "samples: each needs a name"
+        assert len(set(names)) == len(names), "samples: each needs a name of its own"
+        assert any(elements(sample) for sample in samples), "samples: all are empty"
         for sample in samples:
-            assert "impl" not in sample.kwargs
+            assert "impl" not in sample.kwargs, f"{sample.name}: impl is given by who calls"
             floats = [a for a in sample.args if isinstance(a, Tensor) and a.is_floating_point()]
-            assert {a.dtype for a in floats} == {dtype}
-            assert {a.device.type for a in floats} == {"cpu"}
+            assert {a.dtype for a in floats} == {dtype}, f"{sample.name}: has another dtype"
+            assert {a.device.type for a in floats} == {"cpu"}, f"{sample.name}: is not on the CPU"
 
 
 def test_cost_counts_each_input_and_the_output(operator: Operator) -> None:
@@ -139,8 +142,9 @@ def test_cost_counts_each_input_and_the_output(operator: Operator) -> None:
         out = operator.function(*sample.args, impl="reference", **sample.kwargs)
         inputs = sum(a.nbytes for a in sample.args if isinstance(a, Tensor))
         outputs = sum(t.nbytes for t in tree_leaves(out))
-        assert cost.forward_bytes <= inputs + outputs, sample.name
-        assert cost.forward_bytes >= outputs, sample.name
+        most = inputs + outputs
+        assert cost.forward_bytes <= most, f"{sample.name}: cost: more bytes than there are"
+        assert cost.forward_bytes >= outputs, f"{sample.name}: cost: fewer bytes than the output's"
         assert cost.backward_bytes <= 2 * inputs + outputs, sample.name
         assert cost.backward_bytes >= outputs, sample.name
         assert min(cost.forward_flops, cost.backward_flops) >= 0, sample.name
@@ -471,8 +475,10 @@ def test_an_argument_unlike_the_others_is_refused_or_read_as_it_is(variant: Vari
                 refused_or(functools.partial(v.call, *args, **sample.kwargs))
                 for v in (variant, reference)
             )
-            if isinstance(result, str) or any(t.is_meta for t in tree_leaves(result)):
-                continue  # of an argument that is alone, nothing is unlike: it has no values
+            # An argument that is alone is unlike none: of a number or a meta tensor, the result
+            # is one, too.
+            if any(not isinstance(t, Tensor) or t.is_meta for t in tree_leaves(result)):
+                continue
             assert not isinstance(exact, str), f"{sample.name}, {name}"
             for t, other in zip(tree_leaves(result), tree_leaves(exact), strict=True):
                 tolerance = 2 * max(variant.operator.tolerances.values())

@@ -148,6 +148,18 @@ def test_a_gradient_unlike_finite_differences_is_named_in_a_line(site: Path) -> 
 
 
 @pytest.mark.slow
+def test_what_is_wrong_is_said_in_words_rather_than_in_code(site: Path) -> None:
+    chosen = "toy_faulty", "-k", "agrees_with_the_reference and wrong_gradient-cpu-float32"
+    done = python(site, "-m", "hoconv.tools.cli", "test", *chosen)
+    assert done.returncode == 1, done.stderr
+    said = r"^small: gradient of argument 0: relative error \d"
+    assert re.search(said, done.stdout, re.MULTILINE), done.stdout
+    assert "def test_" not in done.stdout
+    done = python(site, "-m", "hoconv.tools.cli", "test", "--tb=short", *chosen)
+    assert "assert not failed" in done.stdout
+
+
+@pytest.mark.slow
 def test_an_operator_that_refuses_the_dtype_of_autocast_is_told_what_to_do(site: Path) -> None:
     done = python(site, "-m", "hoconv.tools.cli", "test", "toy_one_dtype", "-k", "autocast")
     assert done.returncode == 1, done.stderr
