@@ -27,6 +27,7 @@ from hoconv.recurrent.passes.hoisting.sink import sink
 from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.matrix.columns import find_columns
 from hoconv.recurrent.passes.matrix.epilogue import move_epilogue
+from hoconv.recurrent.passes.matrix.lengths import move_lengths
 from hoconv.recurrent.passes.matrix.prepare import prepare
 from hoconv.recurrent.passes.matrix.separate import separate
 from hoconv.recurrent.passes.parts import take_parts
@@ -110,7 +111,8 @@ class Plan:
         why it does not."""
         if self.recompute == "cheap" or not self.recorded:
             return "it is not for a GPU"
-        prepared = prepare(self.common[-1][1], self._chunked)
+        unmasked = move_lengths(self.common[-1][1]) if self._chunked else self.common[-1][1]
+        prepared = prepare(unmasked, self._chunked)
         if isinstance(prepared, str):
             return prepared
         moved = move_epilogue(prepared, self._chunked)
@@ -121,7 +123,7 @@ class Plan:
     def _chunked(self) -> bool:
         """Returns whether a GPU can take the steps in chunks, once they only load and write
         rows."""
-        prepared = prepare(self.common[-1][1], rows=True)
+        prepared = prepare(move_lengths(self.common[-1][1]), rows=True)
         moved = prepared if isinstance(prepared, str) else move_epilogue(prepared, rows=True)
         return not isinstance(moved, str) and not isinstance(emit_chunks(moved), str)
 
@@ -132,7 +134,8 @@ class Plan:
         if isinstance(self.matrices, str):
             return self.matrices
         forward, backward = differentiate(self.matrices, self.recompute, sparse=True)
-        moved = move_epilogue(backward, self._chunked)
+        loaded = prepare(backward, rows=True) if self._chunked else backward
+        moved = loaded if isinstance(loaded, str) else move_epilogue(loaded, self._chunked)
         if isinstance(moved, str):
             return moved
         columns = find_columns(separate(moved))

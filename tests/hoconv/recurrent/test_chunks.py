@@ -85,7 +85,7 @@ def run(made: Plan, given: Results, parameters: Results, loops: Any) -> Results:
     """Returns the results and gradients of a plan."""
     cotangent = {"d_output": given["d_output"]}
     with torch.no_grad():
-        read = {"x": given["x"]}
+        read = {name: given[name] for name in ("x", "valid") if name in given}
         found = run_program(made.inference, read, {"S": given["S"]}, parameters, None,
                             loops(made.inference))  # fmt: skip
         kept = run_program(made.forward, read, {"S": given["S"]}, parameters, None,
@@ -103,7 +103,8 @@ def define(cell: BoundCell, given: Results, parameters: Results, reverse: bool) 
     """Returns the results and gradients of the definition, in float64."""
     wide = {name: t.double().requires_grad_() for name, t in parameters.items()}
     x, S = (given[name].double().requires_grad_() for name in ("x", "S"))
-    output, (last,) = reference.recurrent(cell, x, [S], wide, reverse=reverse)
+    valid = given.get("valid")
+    output, (last,) = reference.recurrent(cell, x, [S], wide, valid=valid, reverse=reverse)
     leaves = {"d_x": x, **{f"d_{name}": t for name, t in wide.items()}, "d_S": S}
     total = (output * given["d_output"].double()).sum() + (last * given["d_S"].double()).sum()
     found = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
@@ -111,10 +112,10 @@ def define(cell: BoundCell, given: Results, parameters: Results, reverse: bool) 
 
 
 def check(cell: BoundCell, T: int, B: int, dtype: torch.dtype, *, reversed: bool = False,
-          reverse: bool = False) -> None:  # fmt: skip
+          reverse: bool = False, lengths: list[int] | None = None) -> None:  # fmt: skip
     """Asserts that chunks are hardly less exact than steps in float32."""
     torch.manual_seed(T)
-    made = plan_for_gpu(cell, dtype, reverse=reverse)
+    made = plan_for_gpu(cell, dtype, reverse=reverse, masked=lengths is not None)
     programs = {name: getattr(made, name) for name in ("inference", "forward", "backward")}
     loops = {programs[name]: loop for name, loop in shim_chunks(programs, reversed).items()}
     parameters = {
@@ -126,6 +127,8 @@ def check(cell: BoundCell, T: int, B: int, dtype: torch.dtype, *, reversed: bool
         "d_S": torch.randn(B, n),
     }  # fmt: skip
     given["d_output"] = torch.randn(T, B, trace(cell).program.results[0][1].type.size).to(dtype)
+    if lengths is not None:
+        given["valid"] = torch.arange(T)[:, None, None] < torch.tensor(lengths)[:, None]
     found = run(made, given, parameters, loops.__getitem__)
     steps = run(made, given, parameters, lambda _: None)
     exact = define(cell, given, parameters, reverse)
@@ -156,6 +159,31 @@ def test_sizes_need_not_be_those_of_tiles(T: int, keys: int, values: int) -> Non
 def test_blocks_share_the_keys_and_the_columns_of_a_head(cell: str) -> None:
     """Of decays that heads have, each block writes a part of the gradient."""
     check(bind(globals().get(cell, cell), 2, 40, 70), SEGMENT + 1, 1, torch.bfloat16)
+
+
+@needs_compiler
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: getattr(cell, "name", cell))
+def test_sequences_may_end_within_a_chunk(cell: Any) -> None:
+    lengths = [SEGMENT + 3, 9, 0]
+    check(bind(cell, 2, 16, 8), SEGMENT + 6, 3, torch.bfloat16, lengths=lengths)
+    check(bind(cell, 1, 8, 8), SEGMENT + 6, 3, torch.bfloat16, lengths=lengths, reverse=True)
+
+
+@needs_compiler
+def test_padding_may_hold_anything() -> None:
+    program = plan_for_gpu(bind("gla", 2, 16, 8), masked=True).inference
+    (loop,) = shim_chunks({"inference": program}).values()
+    cell, dtype = bind("gla", 2, 16, 8), torch.bfloat16
+    parameters = {d.name: torch.randn(d.read_shape).to(dtype) for d in trace(cell).declarations}
+    x, S = torch.randn(SEGMENT, 2, 8).to(dtype), torch.randn(2, cell.state_sizes["S"])
+    valid = torch.arange(SEGMENT)[:, None, None] < torch.tensor([20, SEGMENT])[:, None]
+    zeros, nans = (
+        run_program(program, {"x": x.where(valid, padding), "valid": valid}, {"S": S}, parameters,
+                    None, loop)
+        for padding in (0.0, float("nan"))
+    )  # fmt: skip
+    for name, t in zeros.items():
+        assert torch.equal(t, nans[name])
 
 
 @needs_compiler

@@ -127,8 +127,14 @@ def test_groups_compute_the_same_in_every_dtype(which: str, dtype: torch.dtype) 
                 exact, _ = run_steps(one, values, [], None)
                 found, _ = run_steps(other, values, [], None)
                 assert found.keys() == exact.keys()
-                for value in exact:
-                    torch.testing.assert_close(found[value], exact[value])
+                for value, t in exact.items():
+                    close: dict[str, Any] = {}
+                    if (
+                        t.dtype.is_floating_point and dtype.itemsize == 2
+                    ):  # of parts, a sum may be rounded less often
+                        eps = torch.finfo(dtype).eps
+                        close = {"rtol": 2 * eps, "atol": 2 * eps * t.abs().max().item()}
+                    torch.testing.assert_close(found[value], t, **close)
 
 
 def find_last(which: str, dtype: torch.dtype) -> Program:

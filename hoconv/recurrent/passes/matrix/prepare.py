@@ -55,7 +55,7 @@ def _hoist(program: Program, columns: Columns, rows: bool) -> Program:
     free, wanted = find_stateless(program), set()
     for op in reversed(list(flat(program.step))):
         of_keys = columns.keys in columns.axes(op.result)
-        own = (rows or of_keys) and not columns.is_matrix(op.result)
+        own = (rows or of_keys) and not columns.is_matrix(op.result) and bool(op.values)
         if op.result in free and (op.result in wanted or (own and not _is_load(op))):
             wanted |= {op.result, *op.values}
     values: dict[Value, Value] = {}
