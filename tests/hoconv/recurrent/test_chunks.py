@@ -247,26 +247,37 @@ def test_float32_is_not_computed_in_tf32() -> None:
     assert emit_chunks(program) == "products of f32 would be in TF32"
 
 
+def check_on_gpu(bound: BoundCell, dtype: torch.dtype, T: int, lengths: list[int] | None = None,
+                 bidirectional: bool = False) -> None:  # fmt: skip
+    torch.manual_seed(T)
+    options: Any = {name: bound.options[name] for name in bound.cell.options}
+    layer, exact = (
+        rnn.RNN(bound.cell, 8, bound.hidden_size, bidirectional=bidirectional, impl=impl,
+                device="cuda", dtype=of, **options)
+        for impl, of in (("cuda", dtype), ("reference", torch.float64))
+    )  # fmt: skip
+    exact.load_state_dict(layer.state_dict())
+    x = torch.randn(T, 3, 8, device="cuda", dtype=dtype, requires_grad=True)
+    wide = x.detach().double().requires_grad_()
+    ends = None if lengths is None else torch.tensor(lengths)
+    output, wanted = layer(x, None, ends)[0], exact(wide, None, ends)[0]
+    cotangent = torch.randn_like(output)
+    (d_x,) = torch.autograd.grad(output, x, cotangent)
+    (d_wanted,) = torch.autograd.grad(wanted, wide, cotangent.double())
+    assert error(output.detach(), wanted.detach()) <= 3 * torch.finfo(dtype).eps
+    assert error(d_x, d_wanted) <= 6 * torch.finfo(dtype).eps
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: getattr(cell, "name", cell))
 @pytest.mark.parametrize("sizes", [(2, 16, 8), (3, 64, 48), (2, 128, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_gpu_is_as_exact(cell: Any, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    bound = bind(cell, *sizes)
-    options: Any = {name: bound.options[name] for name in bound.cell.options}
-    for T, both in ((2 * SEGMENT, False), (1000, True)):
-        torch.manual_seed(T)
-        layer, exact = (
-            rnn.RNN(bound.cell, 8, bound.hidden_size, bidirectional=both, impl=impl,
-                    device="cuda", dtype=of, **options)
-            for impl, of in (("cuda", dtype), ("reference", torch.float64))
-        )  # fmt: skip
-        exact.load_state_dict(layer.state_dict())
-        x = torch.randn(T, 3, 8, device="cuda", dtype=dtype, requires_grad=True)
-        wide = x.detach().double().requires_grad_()
-        output, wanted = layer(x)[0], exact(wide)[0]
-        cotangent = torch.randn_like(output)
-        (d_x,) = torch.autograd.grad(output, x, cotangent)
-        (d_wanted,) = torch.autograd.grad(wanted, wide, cotangent.double())
-        assert error(output.detach(), wanted.detach()) <= 3 * torch.finfo(dtype).eps
-        assert error(d_x, d_wanted) <= 6 * torch.finfo(dtype).eps
+    check_on_gpu(bind(cell, *sizes), dtype, 2 * SEGMENT)
+    check_on_gpu(bind(cell, *sizes), dtype, 1000, bidirectional=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", LIBRARY)
+def test_a_gpu_takes_lengths(cell: str) -> None:
+    check_on_gpu(bind(cell, 2, 64, 48), torch.bfloat16, 300, [300, 7, 130], bidirectional=True)
