@@ -62,7 +62,27 @@ def other_order(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
     return rnn.einsum("vhk,kh->vh", S, q), dict(S=S)
 
 
-CELLS = [*LIBRARY, one_matrix, any_decay, other_order]
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def some_steps(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """A gate of its own decides which steps change the state, and it is read after all steps."""
+    q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
+    v, d = rnn.linear("v", x, size=(heads, values)), rnn.linear("d", x, size=(heads,))
+    grown = rnn.sigmoid(d)[..., None, None] * S + rnn.einsum("hk,hv->hkv", k, v)
+    S = rnn.where(rnn.linear("g", x, size=(1,))[..., None, None] > 0, grown, S)
+    return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
+
+
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def some_heads(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """A gate for each head."""
+    q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
+    v = rnn.linear("v", x, size=(heads, values))
+    gate = rnn.linear("g", x, size=(heads,))[..., None, None] > 0
+    S = rnn.where(gate, S + rnn.einsum("hk,hv->hkv", k, v), S)
+    return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
+
+
+CELLS = [*LIBRARY, one_matrix, any_decay, other_order, some_steps]
 
 
 def bind(cell: Any, heads: int, keys: int, values: int) -> BoundCell:
@@ -157,12 +177,12 @@ def test_sizes_need_not_be_those_of_tiles(T: int, keys: int, values: int) -> Non
 @needs_compiler
 @pytest.mark.parametrize("cell", ["mamba2", "other_order", "any_decay"])
 def test_blocks_share_the_keys_and_the_columns_of_a_head(cell: str) -> None:
-    """Of decays that heads have, each block writes a part of the gradient."""
+    """The gradient of a decay of a head is a sum of parts, which blocks write."""
     check(bind(globals().get(cell, cell), 2, 40, 70), SEGMENT + 1, 1, torch.bfloat16)
 
 
 @needs_compiler
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: getattr(cell, "name", cell))
+@pytest.mark.parametrize("cell", CELLS[:-1], ids=lambda cell: getattr(cell, "name", cell))
 def test_sequences_may_end_within_a_chunk(cell: Any) -> None:
     lengths = [SEGMENT + 3, 9, 0]
     check(bind(cell, 2, 16, 8), SEGMENT + 6, 3, torch.bfloat16, lengths=lengths)
@@ -184,6 +204,34 @@ def test_padding_may_hold_anything() -> None:
     )  # fmt: skip
     for name, t in zeros.items():
         assert torch.equal(t, nans[name])
+
+
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def rows_of_input(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """Kernels read the input itself."""
+    q, k, v = (rnn.reshape(row, heads, keys) for row in rnn.chunk(x, 3))
+    S = S + rnn.einsum("hk,hv->hkv", k, v)
+    return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
+
+
+@needs_compiler
+@pytest.mark.parametrize("view", ["at an odd address", "of one row", "batch first", "every second"])
+def test_the_input_may_be_any_view(view: str) -> None:
+    cell, T, B = rows_of_input.bind(48, 16, {"heads": 2, "keys": 8, "values": 8}), SEGMENT + 1, 3
+    program = plan_for_gpu(cell).inference
+    (loop,) = shim_chunks({"inference": program}).values()
+    x = {
+        "at an odd address": torch.randn(T * B * 48 + 1).bfloat16()[1:].view(T, B, 48),
+        "of one row": torch.randn(T, 1, 48).bfloat16().expand(T, B, 48),
+        "batch first": torch.randn(B, T, 48).bfloat16().mT.mT.transpose(0, 1),
+        "every second": torch.randn(T, B, 96).bfloat16()[..., ::2],
+    }[view]
+    S = torch.randn(2 * B, 128)[::2]
+    found, exact = (
+        run_program(program, {"x": given}, {"S": S}, {}, None, loop)
+        for given in (x, x.clone(memory_format=torch.contiguous_format))
+    )
+    assert all(torch.equal(found[name], t) for name, t in exact.items())
 
 
 @needs_compiler
@@ -235,9 +283,10 @@ def test_kernels_compile() -> None:
         ("delta_net", "a step computes an operand"),
         ("rwkv7", "the state is not scaled by a decay"),
         ("mlstm", "there is more than one state"),
+        (some_heads, "a state is no sum of two"),
     ],
 )
-def test_other_cells_say_why_they_take_steps(cell: str, reason: str) -> None:
+def test_other_cells_say_why_they_take_steps(cell: Any, reason: str) -> None:
     program = plan_for_gpu(bind(cell, 2, 8, 8)).inference
     assert emit_chunks(program) == reason
 

@@ -20,7 +20,8 @@ from hoconv.recurrent.passes.rewrite import replace_outputs, substitute
 
 
 def move_lengths(program: Program) -> Program:
-    """An equal program without groups; its states stay masked where they are of another form."""
+    """Returns an equal program without groups, whose states stay masked where they are of another
+    form."""
     for state in program.states:
         program = _Masked(program, state).run()
     return program
@@ -46,7 +47,9 @@ class _Masked:
         if mask is None or mask.kind != "where" or mask.inputs[2] is not state.value:
             return self.program
         valid, total = mask.inputs[0], self._find(mask.inputs[1], "add")
-        if not isinstance(valid, Value) or total is None or len(total.values) != 2:
+        if not isinstance(valid, Value) or valid.type.size > 1:  # a row of it masks no other row
+            return self.program
+        if total is None or len(total.values) != 2:
             return self.program
         products = [op for v in total.values if (op := self._find(v, "einsum"))]
         reads = [op for op in self._users(total.result) if op is not mask]
@@ -77,7 +80,7 @@ class _Masked:
         return op if op is not None and op.kind == kind else None
 
     def _find_decay(self, scaled: Value) -> Value | None:
-        """Finds what a state is multiplied by."""
+        """Finds what the state is multiplied by, if that is a row."""
         op = self._find(scaled, "mul")
         if op is None or len(op.values) != 2 or self.state.value not in op.values:
             return None
@@ -85,7 +88,7 @@ class _Masked:
         return decay if decay.type.size == 1 or self._find(decay, "arrange") else None
 
     def _with_decay(self, scaled: Op, decay: Value, valid: Value) -> list[Op]:
-        """The op that scales the state, by a decay that is 1 past the end."""
+        """Returns the op that scales the state, after those that make its decay 1 past the end."""
         repeat = self._find(decay, "arrange")
         if repeat is None:
             return _with_rows(scaled, valid, [decay], 1.0)
@@ -112,7 +115,7 @@ class _Masked:
 
 
 def _with_rows(op: Op, valid: Value, rows: Iterable[Value], otherwise: float) -> list[Op]:
-    """An op, after those that mask some rows that it reads."""
+    """Returns an op, after those that mask some rows that it reads."""
     masked = {
         row: Op("where", (valid, row, otherwise), Value(replace(row.type, rate="step")))
         for row in dict.fromkeys(rows)
