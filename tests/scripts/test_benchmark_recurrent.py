@@ -209,7 +209,7 @@ def define_fla(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """What fla's functions compute, on (B, T, heads, ...): g is the logarithm of the decays, by
+    """Computes what fla's functions do, on (B, T, heads, ...): g is the logarithm of the decays, by
     default of retention's."""
     if g is None:
         g = torch.zeros(q.shape[:3])

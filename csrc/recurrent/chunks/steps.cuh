@@ -60,18 +60,12 @@ struct Segment {
   __device__ __forceinline__ void write(const R& rows, const Numbers& from, int64_t b,
                                         int64_t h) const {
     auto* to = rows.at(begin + row(0), b, h, first + key);
-    const int left = min(T - begin, int64_t{CHUNK}) - row(0);
-    const int there = owns() ? min(EACH, KEYS - first - key) : 0;
+    static_assert(EACH == 1, "a thread with several keys writes none of them");
+    const bool there = owns() && first + key < KEYS;
+    const int left = there ? min(T - begin, int64_t{CHUNK}) - row(0) : 0;
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      if (s < left) {
-        if (there == EACH)
-          rows.store(to, from[s]);
-        else if (there > 0)
-          *to = typename R::Number(from[s][0]);
-      }
-      to += rows.step;
-    }
+    for (int s = 0; s < STEPS; ++s, to += rows.step)
+      if (s < left) rows.store(to, from[s]);
   }
 
   // Ends with a barrier.

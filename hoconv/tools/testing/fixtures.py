@@ -43,8 +43,8 @@ def pytest_runtest_makereport(
 
 
 def _describe(error: pytest.ExceptionInfo[BaseException]) -> str | None:
-    """What an error says, after the lines of the operator's package that raised it; None of an
-    error that tells by itself, or is the test's."""
+    """Returns what an error says, after the lines of the operator's package that raised it; None if
+    it tells by itself, or the test raised it."""
     if error.errisinstance(pytest.fail.Exception):
         return None
     frames = itertools.dropwhile(lambda frame: frame.path != _TESTS, error.traceback)

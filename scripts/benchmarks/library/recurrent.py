@@ -352,7 +352,7 @@ def make_matrices(impl: str, heads: int, keys: int) -> Way:
 
 
 def make_fla(case: Case, device: torch.device, dtype: torch.dtype) -> Timeable:
-    """Of inputs in the layout of that package, each a tensor of its own."""
+    """Makes fla's function, of inputs in its layout, each a tensor of its own."""
     return nn.Identity(), KINDS[case.cell].load_fla()
 
 

@@ -57,7 +57,7 @@ def test_groups_are_exact() -> None:
 
 @rnn.cell(state=("h",))
 def gated(x: Any, h: Any) -> Any:
-    """Of its groups, those before the loop and after the gradient's have features of their own."""
+    """Its groups before the loop, and after that of the gradient, have independent features."""
     z = rnn.sigmoid(rnn.linear("z", x)) * rnn.parameter("gain")
     h = rnn.tanh(rnn.linear("h", h) * z)
     return h, dict(h=h)

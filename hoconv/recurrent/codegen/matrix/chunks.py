@@ -18,7 +18,8 @@ HALVES = ("bf16", "f16")  # which have no more bits of mantissa than TF32
 _TILE, _WARP = 16, 32
 _SEGMENTS, _PAD, _WIDE_PAD = 4, 4, 8  # as chunks.cuh has them
 _SQUARE = SEGMENT + _PAD
-_MOST_HEADS = 65_535 // (MOST // 32 * MOST // 64)  # in a grid
+_KEYS, _COLUMNS = 32, 64  # of a block, where these are divided among blocks
+_MOST_HEADS = 65_535 // (MOST // _KEYS * MOST // _COLUMNS)  # in a grid
 # Of a multiprocessor, at least, which has registers for all of them.
 _THREADS = {"run_states": 512, "run_columns": 512, "run_keys": 384}
 _WORD_BYTES = 16  # that a thread loads at once
@@ -91,7 +92,7 @@ def aligned(linear: Linear, rows: Rows) -> int:
 
 def _size_states(keys: int, columns: int) -> Block:
     """As ``PassStates``."""
-    own, slab = _own(keys), 64 if columns > 48 else _round_up(columns)
+    own, slab = _own(keys), min(_round_up(columns), _COLUMNS)
     shared = own * _SQUARE + SEGMENT * (slab + _WIDE_PAD) + _SEGMENTS * own
     return Block(-(-keys // own) * -(-columns // slab), _SEGMENTS * _WARP, 4 * shared)
 
@@ -115,7 +116,8 @@ def _size_keys(keys: int, columns: int) -> Block:
 
 
 def _own(keys: int) -> int:
-    return 32 if keys > _TILE else _TILE
+    """Returns the keys of a block, of which some may not be there."""
+    return min(_round_up(keys), _KEYS)
 
 
 def _round_up(n: int) -> int:
