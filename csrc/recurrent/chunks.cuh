@@ -25,5 +25,6 @@
 #include "recurrent/chunks/keys.cuh"
 #include "recurrent/chunks/products.cuh"
 #include "recurrent/chunks/rows.cuh"
+#include "recurrent/chunks/solve.cuh"
 #include "recurrent/chunks/states.cuh"
 #include "recurrent/chunks/steps.cuh"

@@ -106,6 +106,21 @@ __device__ __forceinline__ void copy_to(uint32_t to, uint32_t barrier, const voi
       : "memory");
 }
 
+// Copies 16 bytes of global memory to one's own shared memory. The copies of a thread that it has
+// begun since the last call of `group_copies` are a group; `wait_for_copies` waits for all groups
+// but the LAST ones.
+__device__ __forceinline__ void copy_word(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void group_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int LAST>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
+}
+
 // Stores and loads 16 bytes of global memory, each half at once.
 __device__ __forceinline__ void store_word(uint4* word, uint4 v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(word), "r"(v.x), "r"(v.y),

@@ -28,6 +28,7 @@ from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.matrix.columns import find_columns
 from hoconv.recurrent.passes.matrix.epilogue import move_epilogue
 from hoconv.recurrent.passes.matrix.lengths import move_lengths
+from hoconv.recurrent.passes.matrix.predictions import move_predictions
 from hoconv.recurrent.passes.matrix.prepare import prepare
 from hoconv.recurrent.passes.matrix.separate import separate
 from hoconv.recurrent.passes.parts import take_parts
@@ -111,8 +112,8 @@ class Plan:
         why it does not."""
         if self.recompute == "cheap" or not self.recorded:
             return "it is not for a GPU"
-        unmasked = move_lengths(self.common[-1][1]) if self._chunked else self.common[-1][1]
-        prepared = prepare(unmasked, self._chunked)
+        loop = self.common[-1][1]
+        prepared = prepare(_move_rows(loop) if self._chunked else loop, self._chunked)
         if isinstance(prepared, str):
             return prepared
         moved = move_epilogue(prepared, self._chunked)
@@ -123,7 +124,7 @@ class Plan:
     def _chunked(self) -> bool:
         """Returns whether a GPU can take the steps in chunks, once they only load and write
         rows."""
-        prepared = prepare(move_lengths(self.common[-1][1]), rows=True)
+        prepared = prepare(_move_rows(self.common[-1][1]), rows=True)
         moved = prepared if isinstance(prepared, str) else move_epilogue(prepared, rows=True)
         return not isinstance(moved, str) and not isinstance(emit_chunks(moved), str)
 
@@ -231,6 +232,11 @@ def plan_trace(
     if reaches(schedule, "hoisted"):
         then("sink", sink)
     return Plan(schedule, traced.declarations, tuple(common), recompute)
+
+
+def _move_rows(program: Program) -> Program:
+    """Moves out of the steps what chunks need as rows of sequences."""
+    return move_predictions(move_lengths(program))
 
 
 def trim(forward: Program, backward: Program) -> tuple[Program, Program]:

@@ -10,11 +10,14 @@ namespace hoconv::recurrent {
 //
 //   S'ᵀ (D_jC k_j) + Σ_{i≥j} ((D_ji k_j)ᵀ q_i) o'_i,
 //
-// where C is the last step, and those of the products of pairs, o'_i v_j, in both orders.
-template <int KEYS, int COLUMNS, bool BACKWARD, bool SHARED>
-struct ComputeColumns {
+// where C is the last step, and those of the products of pairs, o'_i v_j, in both orders. Where
+// steps predict (PREDICTS), other kernels have computed the gradients of v: there are products of
+// pairs with p_i, too, j < i, whose gradients are v'_i v_j.
+template <int KEYS, int COLUMNS, bool BACKWARD, bool SHARED, bool PREDICTS>
+struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
   static constexpr int K = round_up(KEYS, 16), V = round_up(COLUMNS, 16);
   using Own = Pairs<KEYS, K, 2>;
+  using typename Own::Decays, typename Own::Square;
   static constexpr int THREADS = Own::THREADS, PITCH = Own::PITCH, WIDE = V + WIDE_PAD;
   // The rows of v come in place of the scaled steps.
   static constexpr int ROWS = PITCH > V + PAD || !BACKWARD ? PITCH : V + PAD;
@@ -22,136 +25,143 @@ struct ComputeColumns {
   static constexpr int SECOND = SHARED && PITCH > WIDE ? PITCH : WIDE;
   static constexpr int BYTES =
       4 * (CHUNK * (ROWS + SQUARE + SECOND) + SEGMENTS * K + SHARED * CHUNK * (SQUARE + 1));
-  using Square = Part<Own::WARPS, 2, CHUNK, CHUNK>;
+
+  const Place place;
+  float *const x, *const products, *const columns;
+  Decays& decays;
+  float *const own_decays, *const products_of;  // if they are shared: of each step, and D_ji
+  Square of_decays;                             // the gradients of D_ji
+
+  template <typename Call>
+  __device__ ComputeColumns(const Call& call, Memory memory)
+      : Own(call.T, 0),
+        place(call),
+        x(memory.take(CHUNK * ROWS)),
+        products(memory.take(CHUNK * SQUARE)),
+        columns(memory.take(CHUNK * SECOND)),
+        decays(*reinterpret_cast<Decays*>(memory.take(SEGMENTS * K))),
+        own_decays(memory.next),
+        products_of(own_decays + CHUNK),
+        of_decays(Own::warp) {}
 
   template <typename Call>
   static __device__ __forceinline__ void run(const Call& call, char* shared) {
-    if constexpr (BACKWARD)
-      run(call, call.d_output, call.d_states, call.d_v, shared);
-    else
-      run(call, call.v, call.states, call.output, shared);
-  }
-  template <typename Call, typename Read, typename Written>
-  static __device__ __forceinline__ void run(const Call& call, const Read& read, float* states,
-                                             const Written& written, char* shared) {
-    Memory memory{reinterpret_cast<float*>(shared)};
-    float* const x = memory.take(CHUNK * ROWS);
-    float* const products = memory.take(CHUNK * SQUARE);
-    float* const columns = memory.take(CHUNK * SECOND);
-    auto& decays = *reinterpret_cast<typename Own::Decays*>(memory.take(SEGMENTS * K));
-    float* const own_decays = memory.next;          // of each step, if they are shared
-    float* const products_of = own_decays + CHUNK;  // D_ji, in row i
-    const Place place(call);
-    Own own(call.T, 0);
-    own.load(call, place);
-    Square pairs(own.warp);
+    ComputeColumns own(call, Memory{reinterpret_cast<float*>(shared)});
+    own.load(call, call.q, own.place);
     if constexpr (SHARED) {
-      own.put_all(x, own.q), own.put_all(columns, own.k);
-      if (own.key == 0)
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) own_decays[own.row(s)] = own.d[s][0];
-      own.multiply_decays(decays);
-      multiply_steps(products_of, own_decays);
-      pairs.add(K, Along{x, PITCH}, Along{columns, PITCH});
+      own.put_decays(own.own_decays);
+      own.multiply_decays(own.decays);
+      multiply_steps(own.products_of, own.own_decays);
+    }
+    if constexpr (!BACKWARD) {
+      own.write_columns(call, call.v, call.states, call.output);
+    } else if constexpr (PREDICTS) {
+      own.template differentiate<false>(call, call.d_output);
+      own.load_queries(call.p, own.place);
       __syncthreads();
-      pairs.each_pair([=](int i, int j, const float (&pair)[2]) {
-#pragma unroll
-        for (int z = 0; z < 2; ++z)
-          if (i >= j + z)
-            products[BACKWARD ? (j + z) * SQUARE + i : i * SQUARE + j + z] =
-                rounded(pair[z] * products_of[i * SQUARE + j + z]);
-      });
-      copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
+      own.template differentiate<true>(call, call.d_v);
     } else {
-      copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
-      own.multiply_decays(decays);
-      own.template multiply_pairs<BACKWARD>(products, x, decays);
-    }
-    float scale[2];
-    if (own.owns()) {
-      if constexpr (BACKWARD) {
-        own.between(decays, own.segment + 1, SEGMENTS, scale);
-        own.scale_backward(0, STEPS, scale,
-                           [&](int s, const float (&f)[2]) { own.put_scaled(x, s, own.k, f); });
-      } else {
-        own.between(decays, 0, own.segment, scale);
-        own.scale_forward(0, STEPS, scale,
-                          [&](int s, const float (&f)[2]) { own.put_scaled(x, s, own.q, f); });
-      }
-    }
-    __syncthreads();
-    if (Part<Own::WARPS, 2, CHUNK, V> part(own.warp); part.any()) {
-      part.add(K, Along{x, PITCH},
-               DeepKeys<KEYS, COLUMNS, Call>{states + place.template state<KEYS, COLUMNS>(call)});
-      part.add(CHUNK, Triangle<BACKWARD>{{products, SQUARE}}, WideAcross{columns, WIDE});
-      write_columns<COLUMNS>(written, part, place, call.T);
-    }
-    if constexpr (BACKWARD) {
+      const Square pairs = own.write_columns(call, call.d_output, call.d_states, call.d_v);
       __syncthreads();
-      copy_columns<COLUMNS, V, THREADS>(x, V + PAD, call.v, place, call.T);
-      __syncthreads();
-      Square d_pairs(own.warp);
-      d_pairs.add(V, Along{columns, WIDE}, Along{x, V + PAD});
-      d_pairs.each_pair([=](int i, int j, const float (&pair)[2]) {
-#pragma unroll
-        for (int z = 0; z < 2; ++z) {
-          if (i < j + z) continue;
-          const float number = SHARED ? pair[z] * products_of[i * SQUARE + j + z] : pair[z];
-          products[i * SQUARE + j + z] = products[(j + z) * SQUARE + i] = rounded(number);
-        }
-      });
-      __syncthreads();
-      float* const to = call.d_products + place.index(call) * CHUNK * CHUNK;
-      for (int at = threadIdx.x * 4; at < CHUNK * CHUNK; at += THREADS * 4) {
-        float numbers[4];
-        load(numbers, products + at / CHUNK * SQUARE + at % CHUNK), store(to + at, numbers);
-      }
-      if constexpr (SHARED && Call::DECAYS == 1) {
-        __syncthreads();
-        pairs.multiply(d_pairs);
-        pairs.each_pair(
-            [=](int i, int j, const float (&pair)[2]) { store(products + i * SQUARE + j, pair); });
-        __syncthreads();
-        differentiate_steps(products, products_of, own_decays);
-        __syncthreads();
-        for (int i = own.warp; i < CHUNK && own.begin + i < call.T; i += Own::WARPS) {
-          const float* const row = products + i * SQUARE + threadIdx.x % 32;
-          const float sum = warp_reduce(row[0] + row[32], [](float a, float b) { return a + b; });
-          const auto& rows = call.d_d;
-          if (threadIdx.x % 32 == 0)  // after the parts of the blocks that have keys
-            rows.store(
-                rows.at(own.begin + i, place.b, place.head, 0) + count_blocks(KEYS) * call.part,
-                {sum});
-        }
-      }
+      own.template differentiate_products<false>(call, pairs);
     }
+    if constexpr (BACKWARD && SHARED && Call::DECAYS == 1) own.differentiate_decays(call);
   }
 
  private:
-  // Computes D_ji for i >= j; a thread has a j.
-  static __device__ __forceinline__ void multiply_steps(float* products, const float* decays) {
-    const int j = threadIdx.x;
-    if (j >= CHUNK) return;
-    float product = 1;
-#pragma unroll 8
-    for (int i = 0; i < CHUNK; ++i) {
-      if (i > j) product *= decays[i];
-      if (i >= j) products[i * SQUARE + j] = product;
-    }
+  // Returns the products of pairs without decays, if these are shared, and else nothing.
+  template <bool TURNED>
+  __device__ __forceinline__ Square multiply() {
+    Square pairs(Own::warp);
+    if constexpr (SHARED)
+      Own::template multiply_pairs<TURNED>(pairs, products, x, columns, products_of);
+    else
+      Own::template multiply_pairs<TURNED>(products, x, decays);
+    return pairs;
   }
-  // Replaces the gradient of each D_ji by what it adds to that of d_i and those before.
-  static __device__ __forceinline__ void differentiate_steps(float* gradients,
-                                                             const float* products,
-                                                             const float* decays) {
-    const int j = threadIdx.x;
-    if (j >= CHUNK) return;
-    float carry = 0;
-#pragma unroll 8
-    for (int i = CHUNK - 1; i >= 0; --i) {
-      float& gradient = gradients[i * SQUARE + j];
-      carry += i > j ? gradient : 0;
-      gradient = i > j ? carry * products[(i - 1) * SQUARE + j] : 0;
-      if (i > j) carry *= decays[i];
+
+  // Returns the products of pairs, as above.
+  template <typename Call, typename Read, typename Written>
+  __device__ __forceinline__ Square write_columns(const Call& call, const Read& read, float* states,
+                                                  const Written& written) {
+    if constexpr (!SHARED) {
+      copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
+      Own::multiply_decays(decays);
+    }
+    const Square pairs = multiply<BACKWARD>();
+    if constexpr (SHARED) copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
+    float scale[2];
+    if (Own::owns()) {
+      if constexpr (BACKWARD) {
+        Own::between(decays, Own::segment + 1, SEGMENTS, scale);
+        Own::scale_backward(0, STEPS, scale,
+                            [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::k, f); });
+      } else {
+        Own::between(decays, 0, Own::segment, scale);
+        Own::scale_forward(0, STEPS, scale,
+                           [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::q, f); });
+      }
+    }
+    __syncthreads();
+    if (Part<Own::WARPS, 2, CHUNK, V> part(Own::warp); part.any()) {
+      part.add(K, Along{x, PITCH},
+               DeepKeys<KEYS, COLUMNS, Call>{states + place.template state<KEYS, COLUMNS>(call)});
+      part.add(CHUNK, Triangle<BACKWARD>{{products, SQUARE}}, WideAcross{columns, WIDE});
+      recurrent::write_columns<COLUMNS>(written, part, place.begin, call.T, place.b, place.head);
+    }
+    return pairs;
+  }
+
+  // Computes the gradients of the products of all pairs with the queries, or keys of predictions,
+  // that are loaded.
+  template <bool STRICT, typename Call, typename Read>
+  __device__ __forceinline__ void differentiate(const Call& call, const Read& gradients) {
+    Square pairs(Own::warp);
+    if constexpr (SHARED && Call::DECAYS == 1) pairs = multiply<false>();
+    copy_columns<COLUMNS, V, THREADS>(columns, WIDE, gradients, place, call.T);
+    differentiate_products<STRICT>(call, pairs);
+  }
+  // The same, of gradients that are in `columns`. STRICT: for j < i alone.
+  template <bool STRICT, typename Call>
+  __device__ __forceinline__ void differentiate_products(const Call& call, const Square& pairs) {
+    copy_columns<COLUMNS, V, THREADS>(x, V + PAD, call.v, place, call.T);
+    __syncthreads();
+    Square d_pairs(Own::warp);
+    d_pairs.add(V, Along{columns, WIDE}, Along{x, V + PAD});
+    d_pairs.each_pair([=](int i, int j, const float (&pair)[2]) {
+#pragma unroll
+      for (int z = 0; z < 2; ++z) {
+        if (i < j + z) continue;
+        const float product_of = SHARED ? products_of[i * SQUARE + j + z] : 1;
+        const float number = STRICT && i == j + z ? 0 : rounded(pair[z] * product_of);
+        products[i * SQUARE + j + z] = products[(j + z) * SQUARE + i] = number;
+      }
+    });
+    __syncthreads();
+    const int64_t index = STRICT * place.count(call) + place.index(call);
+    float* const to = call.d_products + index * CHUNK * CHUNK;
+    for (int at = threadIdx.x * 4; at < CHUNK * CHUNK; at += THREADS * 4) {
+      float numbers[4];
+      load(numbers, products + at / CHUNK * SQUARE + at % CHUNK), store(to + at, numbers);
+    }
+    if constexpr (SHARED && Call::DECAYS == 1) of_decays.add_each(pairs, d_pairs);
+  }
+
+  template <typename Call>
+  __device__ __forceinline__ void differentiate_decays(const Call& call) {
+    __syncthreads();
+    of_decays.each_pair(
+        [this](int i, int j, const float (&pair)[2]) { store(products + i * SQUARE + j, pair); });
+    __syncthreads();
+    differentiate_steps(products, products_of, own_decays);
+    __syncthreads();
+    for (int i = Own::warp; i < CHUNK && Own::begin + i < call.T; i += Own::WARPS) {
+      const float* const row = products + i * SQUARE + threadIdx.x % 32;
+      const float sum = warp_reduce(row[0] + row[32], [](float a, float b) { return a + b; });
+      const auto& rows = call.d_d;
+      if (threadIdx.x % 32 == 0)  // after the parts of the blocks that have keys
+        rows.store(rows.at(Own::begin + i, place.b, place.head, 0) + count_blocks(KEYS) * call.part,
+                   {sum});
     }
   }
 };

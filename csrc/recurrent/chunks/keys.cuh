@@ -19,8 +19,8 @@ struct Level : Along {
   }
 };
 
-// Computes the gradients of q, k and d of a chunk. A block has some keys of a head.
-template <int KEYS, int COLUMNS, bool SHARED>
+// Computes the gradients of q, k and d of a chunk, and of p. A block has some keys of a head.
+template <int KEYS, int COLUMNS, bool SHARED, bool PREDICTS>
 struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
   static constexpr int K = count_own(KEYS);
   using Own = Pairs<KEYS, K, 1, WIDE_PAD>;
@@ -165,11 +165,38 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     __syncthreads();
   }
 
+  // Takes the gradients of the queries that are loaded, or keys of predictions: they read the
+  // state before the chunk, scaled from its beginning, and steps of the chunk, in pairs.
+  template <typename R, typename Matrix>
+  __device__ __forceinline__ void take_reads(const R& gradients, const Matrix& state,
+                                             const float* pairs, float* columns, float* own_state,
+                                             const Place& place) {
+    float* const d_products = x + CHUNK * PITCH;  // in place of columns
+    multiply_state(gradients, state, columns, own_state, place);
+#pragma unroll
+    for (int n = 0; n < CHUNK * CHUNK / 4 / THREADS; ++n) {
+      const int at = (n * THREADS + threadIdx.x) * 4;
+      float numbers[4];
+      load(numbers, pairs + at), store(d_products + at / CHUNK * SQUARE + at % CHUNK, numbers);
+    }
+    take_segments(true, 0, SEGMENTS - 1, 0);
+    if constexpr (SHARED) {
+      __syncthreads();
+      take_pairs(d_products);
+    } else {
+      take_levels<CHUNK / 2>(d_products);
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {  // the pairs of a step with itself
+        const float product = d_products[row(s) * (SQUARE + 1)];
+        d_q[s][0] += product * k[s][0], d_k[s][0] += product * q[s][0];
+      }
+    }
+  }
+
   template <typename Call>
   static __device__ __forceinline__ void run(const Call& call, char* shared) {
     Memory memory{reinterpret_cast<float*>(shared)};
     float* const columns = memory.take(FIRST);
-    float *const x = columns, *const d_products = x + CHUNK * PITCH;
     float* const d_x = memory.take(CHUNK * PITCH);
     float* const own_state = memory.take(K * WIDE);
     float* const d_all = memory.take(K);  // of the product of all decays
@@ -178,8 +205,8 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     const Place place(call, count_blocks(KEYS));
     const int64_t matrix = place.template state<KEYS, COLUMNS>(call);
     const float *const state = call.states + matrix, *const d_state = call.d_states + matrix;
-    ComputeKeys own(call.T, place.block * K, x, d_x, decays, carries);
-    own.load(call, place);
+    ComputeKeys own(call.T, place.block * K, columns, d_x, decays, carries);
+    own.load(call, call.q, place);
     const State<KEYS, COLUMNS, Call> before{state, own.first}, after{d_state, own.first};
 #pragma unroll
     for (int n = 0; n < K / Own::WARPS; ++n) {
@@ -197,39 +224,28 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     own.multiply_state(call.v, after, columns, own_state, place);
     own.take_segments(false, 0, SEGMENTS - 1, own.owns() ? d_all[own.key] : 0);
     __syncthreads();
-    // Queries scaled from the beginning of the chunk, which read the state.
-    own.multiply_state(call.d_output, before, columns, own_state, place);
     const float* const pairs = call.d_products + place.index(call) * CHUNK * CHUNK;
-#pragma unroll
-    for (int n = 0; n < CHUNK * CHUNK / 4 / THREADS; ++n) {
-      const int at = (n * THREADS + threadIdx.x) * 4;
-      float numbers[4];
-      load(numbers, pairs + at), store(d_products + at / CHUNK * SQUARE + at % CHUNK, numbers);
-    }
-    own.take_segments(true, 0, SEGMENTS - 1, 0);
-
-    if constexpr (SHARED) {
-      __syncthreads();
-      own.take_pairs(d_products);
-    } else {
-      own.template take_levels<CHUNK / 2>(d_products);
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) {  // the pairs of a step with itself
-        const float product = d_products[own.row(s) * (SQUARE + 1)];
-        own.d_q[s][0] += product * own.k[s][0], own.d_k[s][0] += product * own.q[s][0];
-      }
-    }
+    own.take_reads(call.d_output, before, pairs, columns, own_state, place);
     own.write(call.d_q, own.d_q, place.b, place.head);
+    if constexpr (PREDICTS) {
+      own.load_queries(call.p, place);
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) own.d_q[s][0] = 0;
+      __syncthreads();
+      own.take_reads(call.d_v, before, pairs + place.count(call) * CHUNK * CHUNK, columns,
+                     own_state, place);
+      own.write(call.d_p, own.d_q, place.b, place.head);
+    }
     own.write(call.d_k, own.d_k, place.b, place.head);
     if constexpr (Call::DECAYS == 2) own.write(call.d_d, own.d_decay, place.b, place.head);
     if constexpr (Call::DECAYS == 1) {  // one of a head, of which each block has a part
       __syncthreads();
       if (own.owns())
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) own.Own::Own::put(x, s, own.d_decay[s]);
+        for (int s = 0; s < STEPS; ++s) own.Own::Own::put(own.x, s, own.d_decay[s]);
       __syncthreads();
       const auto rows = call.d_d;
-      own.sum_rows(x, [=](int i, float sum) {
+      own.sum_rows(own.x, [=](int i, float sum) {
         if (own.begin + i < call.T)
           rows.store(rows.at(own.begin + i, place.b, place.head, 0) + place.block * call.part,
                      {sum});

@@ -171,14 +171,22 @@ struct Part {
   __device__ __forceinline__ void each_pair(F f) const {
     for_each_pair(sums, row, column, f);
   }
-  // Multiplies the sums one by one.
-  __device__ __forceinline__ void multiply(const Part& by) {
+  __device__ __forceinline__ void add(const Part& other) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
       for (int n = 0; n < TILES; ++n)
 #pragma unroll
-        for (int z = 0; z < 4; ++z) sums[m][n][z] *= by.sums[m][n][z];
+        for (int z = 0; z < 4; ++z) sums[m][n][z] += other.sums[m][n][z];
+  }
+  // Adds the products of single sums.
+  __device__ __forceinline__ void add_each(const Part& left, const Part& right) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int z = 0; z < 4; ++z) sums[m][n][z] += left.sums[m][n][z] * right.sums[m][n][z];
   }
 };
 

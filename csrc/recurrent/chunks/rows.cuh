@@ -102,6 +102,14 @@ __device__ __forceinline__ void store(float* to, const float (&from)[N]) {
   }
 }
 
+template <int N>
+__device__ __forceinline__ void store_rounded(float* to, const float (&from)[N]) {
+  float numbers[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) numbers[n] = rounded(from[n]);
+  store(to, numbers);
+}
+
 // The state of a head in global memory.
 template <int KEYS, int COLUMNS, typename Call>
 struct State {
@@ -156,6 +164,11 @@ struct Place {
   template <typename Call>
   __device__ __forceinline__ int64_t index(const Call& call) const {
     return (chunk * call.B + b) * call.heads + head;
+  }
+  // How many there are.
+  template <typename Call>
+  static __device__ __forceinline__ int64_t count(const Call& call) {
+    return (call.T + CHUNK - 1) / CHUNK * call.B * call.heads;
   }
   // Where the state before the chunk lies.
   template <int KEYS, int COLUMNS, typename Call>
@@ -221,18 +234,20 @@ __device__ __forceinline__ void copy_columns(float* to, int pitch, const R& rows
   }
 }
 
+// Writes columns of a chunk's steps; the part's first one is column `first`.
 template <int COLUMNS, typename R, typename P>
-__device__ __forceinline__ void write_columns(const R& rows, P& part, const Place& place,
-                                              int64_t T) {
+__device__ __forceinline__ void write_columns(const R& rows, P& part, int64_t begin, int64_t T,
+                                              int64_t b, int64_t h, int first = 0) {
   part.each([&](int i, int c, const float (&numbers)[P::WIDTH]) {
-    if (place.begin + i >= T || c >= COLUMNS) return;
-    auto* const to = rows.at(place.begin + i, place.b, place.head, c);
-    if (c + P::WIDTH <= COLUMNS) {
+    const int column = first + c;
+    if (begin + i >= T || column >= COLUMNS) return;
+    auto* const to = rows.at(begin + i, b, h, column);
+    if (column + P::WIDTH <= COLUMNS) {
       rows.store(to, numbers);
     } else {
 #pragma unroll
       for (int n = 0; n < P::WIDTH; ++n)
-        if (c + n < COLUMNS) rows.store(to + n * R::DISTANCE, {numbers[n]});
+        if (column + n < COLUMNS) rows.store(to + n * R::DISTANCE, {numbers[n]});
     }
   });
 }

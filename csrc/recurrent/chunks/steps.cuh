@@ -154,20 +154,27 @@ template <int KEYS, int K, int EACH, int PADDING = PAD>
 struct Pairs : Segment<KEYS, K, EACH, PADDING> {
   using Own = Segment<KEYS, K, EACH, PADDING>;
   using Own::owns, Own::PITCH, Own::row, Own::segment, Own::THREADS, Own::WARPS;
+  using Square = Part<WARPS, 2, CHUNK, CHUNK>;
   typename Own::Numbers q, k;
 
   __device__ Pairs(int64_t T, int first) : Own(T, first) {}
 
-  template <typename Call>
-  __device__ __forceinline__ void load(const Call& call, const Place& place) {
+  template <typename Call, typename R>
+  __device__ __forceinline__ void load(const Call& call, const R& queries, const Place& place) {
     Own::begin = place.begin;
     typename Own::template Loading<decltype(call.d)> of_d;
     typename Own::template Loading<decltype(call.k)> of_k;
-    typename Own::template Loading<decltype(call.q)> of_q;
+    typename Own::template Loading<R> of_q;
     of_d.load(*this, call.d, place.b, place.head);
     of_k.load(*this, call.k, place.b, place.head);
-    of_q.load(*this, call.q, place.b, place.head);
+    of_q.load(*this, queries, place.b, place.head);
     of_d.get(*this, Own::d, 1), of_k.get(*this, k, 0), of_q.get(*this, q, 0);
+  }
+  template <typename R>
+  __device__ __forceinline__ void load_queries(const R& rows, const Place& place) {
+    typename Own::template Loading<R> of_q;
+    of_q.load(*this, rows, place.b, place.head);
+    of_q.get(*this, q, 0);
   }
 
   static __device__ __forceinline__ bool in_level(int n, int i, int j) { return (i ^ j) / n == 1; }
@@ -277,6 +284,56 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
     multiply_levels<CHUNK / 2, TURNED>(products, x, decays);
     __syncthreads();
   }
+
+  // The same where all keys have the same decays, of which D_ji is in row i of `products_of`; ends
+  // without a barrier. `pairs` are the products q_i k_j.
+  template <bool TURNED>
+  __device__ __forceinline__ void multiply_pairs(Square& pairs, float* products, float* x,
+                                                 float* keys, const float* products_of) const {
+    Own::put_all(x, q), Own::put_all(keys, k);
+    __syncthreads();
+    pairs.add(K, Along{x, PITCH}, Along{keys, PITCH});
+    __syncthreads();
+    pairs.each_pair([=](int i, int j, const float (&pair)[2]) {
+#pragma unroll
+      for (int z = 0; z < 2; ++z)
+        if (i >= j + z)
+          products[TURNED ? (j + z) * SQUARE + i : i * SQUARE + j + z] =
+              rounded(pair[z] * products_of[i * SQUARE + j + z]);
+    });
+  }
+  // Writes the decays of the steps, if all keys have the same.
+  __device__ __forceinline__ void put_decays(float* decays) const {
+    if (Own::key == 0)
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) decays[row(s)] = Own::d[s][0];
+  }
 };
+
+// Computes D_ji for i >= j; a thread has a j.
+__device__ __forceinline__ void multiply_steps(float* products, const float* decays) {
+  const int j = threadIdx.x;
+  if (j >= CHUNK) return;
+  float product = 1;
+#pragma unroll 8
+  for (int i = 0; i < CHUNK; ++i) {
+    if (i > j) product *= decays[i];
+    if (i >= j) products[i * SQUARE + j] = product;
+  }
+}
+// Replaces the gradient of each D_ji by what it adds to that of d_i and those before.
+__device__ __forceinline__ void differentiate_steps(float* gradients, const float* products,
+                                                    const float* decays) {
+  const int j = threadIdx.x;
+  if (j >= CHUNK) return;
+  float carry = 0;
+#pragma unroll 8
+  for (int i = CHUNK - 1; i >= 0; --i) {
+    float& gradient = gradients[i * SQUARE + j];
+    carry += i > j ? gradient : 0;
+    gradient = i > j ? carry * products[(i - 1) * SQUARE + j] : 0;
+    if (i > j) carry *= decays[i];
+  }
+}
 
 }  // namespace hoconv::recurrent

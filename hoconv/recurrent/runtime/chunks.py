@@ -16,8 +16,7 @@ from torch import Tensor
 from hoconv.jit.driver import Cubin, as_argument, open_cubin
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.matrix.chunks import (
-    READ,
-    WRITTEN,
+    OPERANDS,
     Block,
     ChunkSource,
     aligned,
@@ -96,39 +95,42 @@ def run_chunks(
 ) -> tuple[Tensors, list[Tensor]]:  # fmt: skip
     """Gives the kernels their memory, launches them and adds what heads have written apart."""
     linear, chunks = source.linear, count_segments(T)
-    size = linear.state.value.type.size
-    backward = "d_q" in linear.writes
+    size, backward = linear.state.value.type.size, linear.backward
     # A gradient runs from the last step of the sequence to the first; chunks are in its order.
     reverse = program.reverse != backward
     written: Tensors = {}
-    call, read = [T, B, source.heads], []  # which stay until the kernels are launched
-    for rows in map(linear.reads.get, READ):
-        if rows:
-            read.append(_align(values[rows.value], aligned(linear, rows)))
-        call += _describe(linear, rows, read[-1], T, reverse) if rows else _ABSENT
+    call, used = [T, B, source.heads], []  # which stay until the kernels are launched
     # Of the gradient of shared decays: from the blocks that have keys, and from pairs of steps.
     parts = source.blocks["run_keys"].count + 1 if backward else 1
     part = 0
-    for name, rows in ((name, linear.writes.get(name)) for name in WRITTEN):
+    for name in OPERANDS:
+        rows = linear.find(name)
         if rows is None:
             call += _ABSENT
             continue
-        shape = (T, B, *[source.heads] * linear.sums_heads(name), rows.value.type.size)
-        each = parts if name == "d_d" and linear.shares_decays else 1
-        to = torch.empty(each, *shape, dtype=DTYPES[rows.value.type.dtype], device=device)
-        part = to.stride(0) if each > 1 else part
-        written[rows.value] = to
-        call += _describe(linear, rows, to[0], T, reverse)
+        if rows is linear.reads.get(name):
+            tensor = _align(values[rows.value], aligned(linear, rows))
+        else:
+            shape = (T, B, *[source.heads] * linear.sums_heads(name), rows.value.type.size)
+            each = parts if name == "d_d" and linear.shares_decays else 1
+            to = torch.empty(each, *shape, dtype=DTYPES[rows.value.type.dtype], device=device)
+            part = to.stride(0) if each > 1 else part
+            tensor = to[0]
+            if result := linear.writes.get(name):
+                written[result.value] = to
+        used.append(tensor)
+        call += _describe(linear, rows, tensor, T, reverse)
     first = _align(initial[0].contiguous(), _WORD)
     last, between = first.new_empty(B, size), first.new_empty(chunks, B, size)
     states = _align(values[program.replays[0].value].contiguous(), _WORD) if backward else between
-    pairs = first.new_empty(chunks, B, source.heads, SEGMENT, SEGMENT) if backward else between
-    call += [first.data_ptr(), last.data_ptr(), states.data_ptr(), between.data_ptr(),
-             pairs.data_ptr(), part]  # fmt: skip
+    reads = 1 + (linear.solved is not None)  # of the state, in a step
+    pairs = first.new_empty(backward * reads, chunks, B, source.heads, SEGMENT, SEGMENT)
+    solved = first.new_empty(reads - 1, chunks, B, source.heads, source.solved)
+    call += [t.data_ptr() for t in (first, last, states, between, pairs, solved)] + [part]
     for name, block in source.blocks.items():
         rows = B if name == "run_states" else B * chunks
         launch(name, rows, source.heads * block.count, block, call)
-    written = {value: _add_parts(t) for value, t in written.items()}
+    written = {value: _add_parts(t).to(DTYPES[value.type.dtype]) for value, t in written.items()}
     if rows := linear.writes.get("states"):
         written[rows.value] = between
     return written, [last]
@@ -165,7 +167,7 @@ def _describe(linear: Linear, rows: Rows, tensor: Tensor, T: int, reverse: bool)
     step, row, *heads, _ = tensor.stride() if tensor.dim() > 1 else (0, 0, 1)
     head = heads[0] if heads else rows.stride(linear.heads)
     address = tensor.data_ptr() + rows.start * tensor.element_size()
-    if rows.value.type.rate != "sequence":
+    if rows.value.type.rate in ("once", "constant"):
         step = 0
     elif reverse:
         address += (T - 1) * step * tensor.element_size()

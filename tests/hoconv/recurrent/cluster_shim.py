@@ -80,6 +80,7 @@ struct Cluster { std::vector<Block> blocks; int64_t arrivals = 0; };
 // A word of global memory for another cluster, and how many halves of it have not been looked for.
 struct Posted { uint4 word; int halves; };
 struct Index { unsigned x, y; };
+struct Copy { void* to; const void* from; };
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
@@ -90,6 +91,7 @@ struct Fiber {
   std::function<bool()> ready;
   bool done = false;
   std::map<const uint4*, uint4> seen;
+  std::vector<std::vector<Copy>> copies{1};  // in groups
 };
 static std::map<const uint4*, Posted> posted;
 static Fiber* current;
@@ -200,6 +202,21 @@ void copy_to(uint32_t to, uint32_t barrier, const void* from, uint32_t mask) {
     for (int at = 0; at < BYTES && mask >> rank & 1; at += 16)
       push<16>(address_in(to, rank) + at, address_in(barrier, rank),
                static_cast<const char*>(from) + at);
+}
+
+inline void copy_word(void* to, const void* from) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || reinterpret_cast<uintptr_t>(from) % 16) abort();
+  if (late)
+    current->copies.back().push_back({to, from});
+  else
+    memcpy(to, from, 16);
+}
+inline void group_copies() { current->copies.emplace_back(); }
+template <int LAST>
+void wait_for_copies() {
+  auto& groups = current->copies;
+  for (; groups.size() > LAST + 1; groups.erase(groups.begin()))
+    for (const Copy& copy : groups[0]) memcpy(copy.to, copy.from, 16);
 }
 
 inline void arrive(const uint4* word) {

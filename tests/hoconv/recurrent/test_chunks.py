@@ -82,7 +82,34 @@ def some_heads(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
     return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
 
 
-CELLS = [*LIBRARY, one_matrix, any_decay, other_order, some_steps]
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """The delta rule on a state whose keys decay each at its own rate, of either sign."""
+    q, k = (rnn.normalize(rnn.linear(name, x, size=(heads, keys))) for name in "qk")
+    v, beta = rnn.linear("v", x, size=(heads, values)), rnn.linear("beta", x, size=(heads, 1))
+    S = (1.5 * rnn.sigmoid(rnn.linear("d", x, size=(heads, keys))) - 0.5)[..., None] * S
+    found = rnn.einsum("hkv,hk->hv", S, k)
+    S = S + rnn.einsum("hk,hv->hkv", k, rnn.sigmoid(beta) * (v - found))
+    return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
+
+
+@rnn.cell(state={"S": ("values", "heads", "keys")})
+def other_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """Keys for all heads, axes in other orders, several predictions, and two scales of them."""
+    q = rnn.linear("q", x, size=(keys, heads))
+    k, v = rnn.normalize(rnn.linear("k", x, size=(keys,))), rnn.linear("v", x, size=(values, heads))
+    a, b = (rnn.sigmoid(rnn.linear(name, x, size=(1, heads))) for name in "ab")
+    one, other = rnn.einsum("vhk,k->vh", S, k), rnn.einsum("k,vhk->vh", k * k, S)
+    S = S + rnn.einsum("k,vh->vhk", k, (v * 0.5 - (a * one - 0.5 * (b * other))) * a)
+    return rnn.einsum("vhk,kh->vh", S, q), dict(S=S)
+
+
+PREDICT = ["delta_net", "gated_delta_net", delta, other_delta]
+CELLS = [*LIBRARY, one_matrix, any_decay, other_order, some_steps, *PREDICT]
+
+
+def name_of(cell: Any) -> str:
+    return getattr(cell, "name", cell)
 
 
 def bind(cell: Any, heads: int, keys: int, values: int) -> BoundCell:
@@ -161,7 +188,7 @@ def check(cell: BoundCell, T: int, B: int, dtype: torch.dtype, *, reversed: bool
 
 
 @needs_compiler
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: getattr(cell, "name", cell))
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
 def test_chunks_are_as_exact_as_steps(cell: Any) -> None:
     check(bind(cell, 2, 16, 8), SEGMENT + 6, 2, torch.bfloat16)
     check(bind(cell, 1, 24, 40), 2 * SEGMENT + 9, 1, torch.float16, reversed=True, reverse=True)
@@ -170,8 +197,9 @@ def test_chunks_are_as_exact_as_steps(cell: Any) -> None:
 @needs_compiler
 @pytest.mark.parametrize("T", [1, SEGMENT - 1, SEGMENT, SEGMENT + 1])
 @pytest.mark.parametrize(("keys", "values"), [(3, 2), (80, 128), (128, 80)])
-def test_sizes_need_not_be_those_of_tiles(T: int, keys: int, values: int) -> None:
-    check(bind("hgrn2", 1, keys, values), T, 1, torch.bfloat16, reversed=keys == 80)
+@pytest.mark.parametrize("cell", ["hgrn2", "delta_net"])
+def test_sizes_need_not_be_those_of_tiles(cell: str, T: int, keys: int, values: int) -> None:
+    check(bind(cell, 1, keys, values), T, 1, torch.bfloat16, reversed=keys == 80)
 
 
 @needs_compiler
@@ -182,7 +210,7 @@ def test_blocks_share_the_keys_and_the_columns_of_a_head(cell: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("cell", CELLS[:-1], ids=lambda cell: getattr(cell, "name", cell))
+@pytest.mark.parametrize("cell", [c for c in CELLS if c is not some_steps], ids=name_of)
 def test_sequences_may_end_within_a_chunk(cell: Any) -> None:
     lengths = [SEGMENT + 3, 9, 0]
     check(bind(cell, 2, 16, 8), SEGMENT + 6, 3, torch.bfloat16, lengths=lengths)
@@ -236,9 +264,10 @@ def test_the_input_may_be_any_view(view: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("reverse", [False, True])
-def test_two_calls_are_one(reverse: bool) -> None:
+@pytest.mark.parametrize("name", ["gla", "gated_delta_net"])
+def test_two_calls_are_one(name: str, reverse: bool) -> None:
     """Bit for bit, where the first one ends with a chunk."""
-    cell, dtype = bind("gla", 2, 16, 8), torch.bfloat16
+    cell, dtype = bind(name, 2, 16, 8), torch.bfloat16
     program = plan_for_gpu(cell, dtype, reverse=reverse).inference
     (loop,) = shim_chunks({"inference": program}).values()
     parameters = {d.name: torch.randn(d.read_shape).to(dtype) for d in trace(cell).declarations}
@@ -268,7 +297,7 @@ def test_says_which_steps_are_taken_in_chunks() -> None:
 
 @needs_nvrtc
 def test_kernels_compile() -> None:
-    for name in ("gla", "mamba2"):
+    for name in ("gla", "mamba2", "gated_delta_net"):
         made = plan_for_gpu(bind(name, 2, 128, 128))
         for program in (made.forward, made.backward):
             source = emit_chunks(program)
@@ -277,10 +306,18 @@ def test_kernels_compile() -> None:
                 compile_cuda("recurrent", text, "sm_90")
 
 
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def no_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """What it writes is not affine in what it reads."""
+    q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
+    S = S + rnn.einsum("hk,hv->hkv", k, rnn.tanh(rnn.einsum("hkv,hk->hv", S, k)))
+    return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
+
+
 @pytest.mark.parametrize(
     ("cell", "reason"),
     [
-        ("delta_net", "a step computes an operand"),
+        (no_delta, "a step computes an operand"),
         ("rwkv7", "the state is not scaled by a decay"),
         ("mlstm", "there is more than one state"),
         (some_heads, "a state is no sum of two"),
@@ -318,7 +355,7 @@ def check_on_gpu(bound: BoundCell, dtype: torch.dtype, T: int, lengths: list[int
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: getattr(cell, "name", cell))
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
 @pytest.mark.parametrize("sizes", [(2, 16, 8), (3, 64, 48), (2, 128, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_gpu_is_as_exact(cell: Any, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:

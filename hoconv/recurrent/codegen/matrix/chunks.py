@@ -21,10 +21,9 @@ _SQUARE = SEGMENT + _PAD
 _KEYS, _COLUMNS = 32, 64  # of a block, where these are divided among blocks
 _MOST_HEADS = 65_535 // (MOST // _KEYS * MOST // _COLUMNS)  # in a grid
 # Of a multiprocessor, at least, which has registers for all of them.
-_THREADS = {"run_states": 512, "run_columns": 512, "run_keys": 384}
+_THREADS = {"run_solve": 512, "run_states": 512, "run_columns": 512, "run_keys": 384}
 _WORD_BYTES = 16  # that a thread loads at once
-READ = ("q", "k", "v", "d", "d_output")
-WRITTEN = ("output", "d_q", "d_k", "d_v", "d_d")
+OPERANDS = ("q", "k", "v", "d", "p", "c", "d_output", "output", "d_q", "d_k", "d_v", "d_p", "d_d")
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,20 @@ class ChunkSource:
         texts: of each kernel, by its name: a source of its own, with the argument ``Call``: T, B,
             heads; for each operand and result its address, and how far apart steps, rows and heads
             lie; the addresses of the first and the last states, of the states, and their gradients,
-            between chunks, and of the gradients of the products of pairs; how far apart the parts
-            of blocks of a sum over keys lie.
+            between chunks, of the gradients of the products of pairs, and of what is solved; how
+            far apart the parts of blocks of a sum over keys lie.
         linear: the operands and results.
         heads: of a row.
-        blocks: of each kernel, in the order of launches. The first one takes a row of the batch at
+        blocks: of each kernel, in the order of launches. ``run_states`` takes a row of the batch at
             a time, the others a chunk of one.
+        solved: the numbers that ``run_solve`` writes for a chunk of a head.
     """
 
     texts: dict[str, str]
     linear: Linear
     heads: int
     blocks: dict[str, Block]
+    solved: int
 
 
 def emit_chunks(program: Program) -> ChunkSource | str:
@@ -78,7 +79,8 @@ def emit_chunks(program: Program) -> ChunkSource | str:
     if heads > _MOST_HEADS:
         return f"{heads} heads are too many"
     texts, blocks = _write(linear)
-    return ChunkSource(texts, linear, heads, blocks)
+    solved = SEGMENT * (2 * _round_up(keys) + _round_up(columns)) + _round_up(keys)  # as Solved
+    return ChunkSource(texts, linear, heads, blocks, solved)
 
 
 def aligned(linear: Linear, rows: Rows) -> int:
@@ -104,7 +106,30 @@ def _size_columns(keys: int, columns: int, backward: bool, shared_decays: bool) 
     shared = SEGMENT * (first + _SQUARE + second) + _SEGMENTS * K
     if shared_decays:
         shared += SEGMENT * (max(K + _PAD - second, 0) + _SQUARE + 1)
-    return Block(1, _SEGMENTS * (64 if K > 64 else _WARP), 4 * shared)
+    return Block(1, _count_threads(K), 4 * shared)
+
+
+def _size_solve(keys: int, columns: int, backward: bool, shared_decays: bool) -> Block:
+    """As ``SolveChunk``."""
+    K, V = _round_up(keys), _round_up(columns)
+    first = max(SEGMENT * (K + _PAD), K * _SQUARE if backward else 0)
+    second = V + _WIDE_PAD
+    if shared_decays:
+        second = max(second, K + _PAD)
+    squares = 2 if backward or shared_decays else 1
+    rows = squares * _SQUARE + second + SEGMENT // _SEGMENTS + _PAD + shared_decays
+    return Block(1, _count_threads(K), 4 * (first + SEGMENT * rows + _SEGMENTS * K))
+
+
+def _size_solved_states(keys: int, columns: int) -> Block:
+    """As ``PassSolvedStates``."""
+    K, slab = _round_up(keys), 32 if columns > 16 else 16
+    shared = SEGMENT * (K + _PAD) + K * _SQUARE + (K + SEGMENT) * (slab + _WIDE_PAD) + K
+    return Block(-(-columns // slab), _count_threads(K), 4 * shared)
+
+
+def _count_threads(keys: int) -> int:
+    return _SEGMENTS * (64 if keys > 64 else _WARP)
 
 
 def _size_keys(keys: int, columns: int) -> Block:
@@ -132,20 +157,24 @@ def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
         of = f"{TYPES[rows.value.type.dtype]}, {rows.stride(along)}, {aligned(linear, rows)}"
         return f"  Rows<{of}> {name};"
 
-    backward = "d_q" in linear.writes
     sizes = linear.keys.size, linear.columns.size
     decays = 0
     if "d_d" in linear.writes:
         decays = 1 if linear.shares_decays else 2
-    shared = linear.shares_decays
-    of, back, same = f"{sizes[0]}, {sizes[1]}", str(backward).lower(), str(shared).lower()
+    backward, shared, predicts = linear.backward, linear.shares_decays, linear.solved is not None
+    of = f"{sizes[0]}, {sizes[1]}"
+    back, same, solved = (str(each).lower() for each in (backward, shared, predicts))
+    blocks: dict[str, tuple[Block, str]] = {}
+    if predicts:
+        of_chunk = _size_solve(*sizes, backward, shared)
+        blocks["run_solve"] = of_chunk, f"SolveChunk<{of}, {back}, {same}>"
+        blocks["run_states"] = _size_solved_states(*sizes), f"PassSolvedStates<{of}, {back}>"
+    else:
+        blocks["run_states"] = _size_states(*sizes), f"PassStates<{of}, {back}>"
     of_columns = _size_columns(*sizes, backward, shared)
-    blocks = {
-        "run_states": (_size_states(*sizes), f"PassStates<{of}, {back}>"),
-        "run_columns": (of_columns, f"ComputeColumns<{of}, {back}, {same}>"),
-    }
+    blocks["run_columns"] = of_columns, f"ComputeColumns<{of}, {back}, {same}, {solved}>"
     if backward:
-        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}, {same}>"
+        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}, {same}, {solved}>"
     begin = [
         HEADER, "", "using namespace hoconv::recurrent;", "",
         "struct Call {",
@@ -154,9 +183,8 @@ def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
         f"KEY = {linear.state.stride(linear.keys)}, "
         f"COLUMN = {linear.state.stride(linear.columns)};  // strides of a state",
         "  int64_t T, B, heads;",
-        *(declare(name, linear.reads.get(name)) for name in READ),
-        *(declare(name, linear.writes.get(name)) for name in WRITTEN),
-        "  const float* first;", "  float *last, *states, *d_states, *d_products;",
+        *(declare(name, linear.find(name)) for name in OPERANDS),
+        "  const float* first;", "  float *last, *states, *d_states, *d_products, *solved;",
         "  int64_t part;",
         "};",
     ]  # fmt: skip

@@ -87,10 +87,16 @@ class _Epilogue:
 
 
 class _Rows(_Epilogue):
-    """Leaves in the steps matrices, their sums, and what casts the whole of such a sum."""
+    """Leaves in the steps matrices, their operands and sums, and what casts the whole of such a
+    sum."""
+
+    def __init__(self, program: Program, columns: Columns) -> None:
+        super().__init__(program, columns)
+        matrices = [op for op in self.made.values() if columns.is_matrix(op.result)]
+        self.operands = {v for op in matrices for v in op.values if v in self.made} - self.stateless
 
     def _stays(self, value: Value) -> bool:
-        if self.columns.is_matrix(value):
+        if self.columns.is_matrix(value) or value in self.operands:
             return True
         op = self.made.get(value)
         if op is not None and op.kind == "cast" and op.values[0] not in self.sums:

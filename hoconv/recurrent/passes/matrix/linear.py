@@ -7,6 +7,14 @@ For the gradient G of S, with G' = G + q d_output^T::
     d_q = S' d_output    d_k = G' v    d_v = G'^T k    d_d = the sums of G' S over columns
 
 A decay may be the same for all keys of a head, and keys and queries for all heads.
+
+A step may also read the state first, as delta rules do, by a key of its own, p for prediction::
+
+    v = c + (diag(d) S)^T p
+
+Then d_v is the gradient of c, G' has d_v p^T more before it is the gradient of d, and::
+
+    d_p = diag(d) S d_v
 """
 
 from __future__ import annotations
@@ -51,9 +59,11 @@ class Linear:
     Attributes:
         heads: None where there is one matrix.
         state: the axes of the state.
-        reads: the operands by the letters above; without ``d`` nothing decays.
-        writes: what steps write by name: ``output``, or the gradients; ``states`` is the state
-            before each step.
+        reads: the operands by the letters above; without ``d`` nothing decays, without ``p`` and
+            ``c`` steps predict nothing. What steps compute, as ``v``, they do not read.
+        writes: what steps write by name: ``output`` and ``v``, or the gradients; ``states`` is the
+            state before each step.
+        solved: ``v``, or ``d_v``, as steps that predict compute it, whether it is written or not.
     """
 
     heads: Axis | None
@@ -62,10 +72,23 @@ class Linear:
     state: Rows
     reads: dict[str, Rows]
     writes: dict[str, Rows]
+    solved: Rows | None
+
+    @property
+    def backward(self) -> bool:
+        """Returns whether steps compute gradients."""
+        return "d_q" in self.writes
+
+    def find(self, name: str) -> Rows | None:
+        """Returns what steps read, compute or write under a name."""
+        if self.solved and name == ("d_v" if self.backward else "v"):
+            return self.solved
+        return self.reads.get(name) or self.writes.get(name)
 
     def sums_heads(self, name: str) -> bool:
         """Returns whether steps write a sum over heads under a name."""
-        return self.heads is not None and self.heads not in self.writes[name].axes
+        rows = self.find(name)
+        return self.heads is not None and rows is not None and self.heads not in rows.axes
 
     @property
     def shares_decays(self) -> bool:
@@ -100,6 +123,13 @@ class _Finder:
         self.made = {op.result: op for op in flat(program.step)}
         self.reads: dict[str, Rows] = {}
         self.writes: dict[str, Rows] = {}
+        # Values of steps: the state before the outer product; v and d_v, where steps compute them
+        # from states; the gradient of the state after a step, and that with what predictions read.
+        self.scaled: Value | None = None
+        self.v: Value | None = None
+        self.d_v: Value | None = None
+        self.grown: Value | None = None
+        self.total: Value | None = None
 
     def find(self) -> Linear:
         program = self.program
@@ -112,28 +142,34 @@ class _Finder:
         if program.replays:
             before, after = program.replays[0].value, program.replays[0].next
         self.find_update(before, after)
-        grown = self.find_gradient(state.value, state.next) if program.replays else None
+        if program.replays:
+            self.find_gradient(state.value, state.next)
         for each in program.yields:
-            axes = self.of.axes(each.source)
-            if each.source is before and each.sparse:
-                name = "states"
-            else:
-                name = self.find_name(each, before, after, grown)
+            name = self.find_name(each, before, after)
             if name in self.writes:
                 raise _Differs(f"{name} is written twice")
-            self.writes[name] = Rows(each.sequence, 0, axes)
+            self.writes[name] = Rows(each.sequence, 0, self.of.axes(each.source))
         needed = {"d_q", "d_k", "d_v"} if program.replays else {"output"}
         if "d" in self.reads and program.replays:
             needed.add("d_d")
+        if "p" in self.reads and program.replays:
+            needed.add("d_p")
         if missing := sorted(needed - self.writes.keys()):
             raise _Differs(f"{missing[0]} is not written")
         of_state = Rows(state.value, 0, self.of.axes(state.value))
-        return Linear(self.of.heads, self.keys, self.columns, of_state, self.reads, self.writes)
+        found = self.d_v if program.replays else self.v
+        solved = Rows(found, 0, self.of.axes(found)) if found else None
+        axes = self.of.heads, self.keys, self.columns
+        return Linear(*axes, of_state, self.reads, self.writes, solved)
 
     def find_update(self, before: Value, after: Value) -> None:
         """Finds k, v and d, of which a step computes a state."""
         scaled, product = self.split(after)
-        self.find_pair(product, "k", "v")
+        self.scaled = scaled
+        key, value = self.find_pair(product)
+        self.note("k", key)
+        if not self.find_prediction(scaled, value):
+            self.note("v", value)
         if scaled is before:
             return
         op = self.made.get(scaled)
@@ -141,6 +177,22 @@ class _Finder:
             raise _Differs("the state is not scaled by a decay")
         decay = op.values[1 - op.values.index(before)]
         self.reads["d"] = self.find_decay(decay)
+
+    def find_prediction(self, scaled: Value, value: Value) -> bool:
+        """Finds p and c, of which a step computes v; returns whether it does."""
+        op = self.made.get(value)
+        if op is None or op.kind != "add" or len(op.values) != 2:
+            return False
+        for prediction, constant in itertools.permutations(op.values):
+            made = self.made.get(prediction)
+            if made is None or made.kind != "einsum" or self.of.summed(made) != {self.keys}:
+                continue
+            if scaled in made.values and len(made.values) == 2:
+                self.note("p", made.values[1 - made.values.index(scaled)])
+                self.note("c", constant)
+                self.v = value
+                return True
+        return False
 
     def find_decay(self, matrix: Value) -> Rows:
         op = self.made.get(matrix)
@@ -158,21 +210,28 @@ class _Finder:
         except _Differs:
             return False
 
-    def find_gradient(self, before: Value, after: Value) -> Value:
-        """Finds q and d_output; returns the gradient of the state after a step."""
-        grown = after
+    def find_gradient(self, before: Value, after: Value) -> None:
+        """Finds q and d_output, of which a step computes the gradient of a state."""
+        total = after
         if "d" in self.reads:
             op = self.made.get(after)
             scales = op is not None and op.kind == "mul" and len(op.values) == 2
             decays = [v for v in op.values if self.is_decay(v)] if op and scales else []
             if op is None or len(decays) != 1:
                 raise _Differs("the gradient is not scaled by the decay")
-            grown = op.values[1 - op.values.index(decays[0])]
-        same, product = self.split(grown)
+            total = op.values[1 - op.values.index(decays[0])]
+        grown, (same, product) = total, self.split(total)
+        key, value = self.find_pair(product)
+        if same is not before:  # it is also read by what steps predict
+            self.note("p", key)
+            self.d_v = value
+            grown, (same, product) = same, self.split(same)
+            key, value = self.find_pair(product)
         if same is not before:
             raise _Differs("the gradient is scaled twice")
-        self.find_pair(product, "q", "d_output")
-        return grown
+        self.note("q", key)
+        self.note("d_output", value)
+        self.grown, self.total = grown, total
 
     def split(self, total: Value) -> tuple[Value, Op]:
         """Returns the terms of a state: what is left of the last one, and an outer product."""
@@ -186,16 +245,14 @@ class _Finder:
                 return other, made
         raise _Differs("a state takes no outer product")
 
-    def find_pair(self, product: Op, of_keys: str, of_columns: str) -> None:
-        """Notes which operand of an outer product lies along keys, and which along columns."""
+    def find_pair(self, product: Op) -> tuple[Value, Value]:
+        """Returns the operand of an outer product that lies along keys, and that along columns."""
         for key, value in itertools.permutations(product.values):
             axes = {*self.of.axes(key)}, {*self.of.axes(value)}
             if self.keys in axes[0] and self.columns not in axes[0] and self.columns in axes[1]:
                 if self.keys in axes[1] or (self.of.heads and self.of.heads not in axes[1]):
                     break
-                self.note(of_keys, key)
-                self.note(of_columns, value)
-                return
+                return key, value
         raise _Differs("the operands of an outer product lie along other axes")
 
     def note(self, name: str, value: Value) -> None:
@@ -214,27 +271,39 @@ class _Finder:
             at = op.values[0]
         return Rows(at, start, axes)
 
-    def find_name(self, each: Yield, before: Value, after: Value, grown: Value | None) -> str:
+    def find_name(self, each: Yield, before: Value, after: Value) -> str:
         """Returns what a step writes."""
+        if each.source is before and each.sparse:
+            return "states"
+        if each.source is self.v:
+            return "v"
         op = self.made.get(each.source)
         if op is not None and op.kind == "cast":
             op = self.made.get(op.values[0])
         if op is None or op.kind not in ("einsum", "sum"):
             raise _Differs("a step writes something else")
+        name = self.find_product(op, before, after)
+        if name is None:
+            raise _Differs("a step writes another sum")
+        return name
+
+    def find_product(self, op: Op, before: Value, after: Value) -> str | None:
         heads = {self.of.heads} - {None}
         summed = self.of.summed(op)
         over_keys, over_columns = summed == {self.keys}, summed - heads == {self.columns}
-        if grown is None:
+        if self.grown is None:
             if after in op.values and len(op.values) == 2 and over_keys:
                 query = op.values[1 - op.values.index(after)]
                 if self.columns not in self.of.axes(query):
                     self.note("q", query)
                     return "output"
         elif len(op.values) == 2:
+            if over_columns and {*op.values} == {self.scaled, self.d_v}:
+                return "d_p"
             for state, name, by, fits in (
                 (after, "d_q", "d_output", over_columns),
-                (grown, "d_k", "v", over_columns),
-                (grown, "d_v", "k", over_keys),
+                (self.grown, "d_k", "v", over_columns),
+                (self.grown, "d_v", "k", over_keys),
             ):
                 if state in op.values and fits:
                     other = self.load(op.values[1 - op.values.index(state)])
@@ -243,6 +312,6 @@ class _Finder:
         elif (made := self.made.get(op.values[0])) and made.kind == "mul":
             decay = self.reads.get("d")
             of_decay = decay is not None and {*self.of.axes(op.result)} == {*decay.axes}
-            if of_decay and {*made.values} == {grown, before}:
+            if of_decay and {*made.values} == {self.total, before}:
                 return "d_d"
-        raise _Differs("a step writes another sum")
+        return None
