@@ -18,7 +18,7 @@ from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 from tests.hoconv.recurrent.cluster_shim import as_function, with_fibers
 
 # Each after those that it includes.
-_FILES = ("rows", "products", "steps", "states", "columns", "keys")
+_FILES = ("rows", "products", "steps", "states", "solve", "columns", "keys")
 
 
 def shim_chunks(programs: Mapping[str, Program], reversed: bool = False) -> dict[str, ShimChunks]:
@@ -34,7 +34,7 @@ def shim_chunks(programs: Mapping[str, Program], reversed: bool = False) -> dict
         sources[name] = source
     text = with_fibers(*(f"recurrent/chunks/{name}.cuh" for name in _FILES))
     text += "".join(_namespace(name, source) for name, source in sources.items())
-    library = ctypes.CDLL(str(compile_cpp("recurrent", text)))
+    library = ctypes.CDLL(str(compile_cpp("recurrent", text, ["-O1"])))
     return {name: ShimChunks(name, each, library, reversed) for name, each in sources.items()}
 
 
