@@ -27,8 +27,7 @@ from hoconv.recurrent.passes.hoisting.sink import sink
 from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.matrix.columns import find_columns
 from hoconv.recurrent.passes.matrix.epilogue import move_epilogue
-from hoconv.recurrent.passes.matrix.lengths import move_lengths
-from hoconv.recurrent.passes.matrix.predictions import move_predictions
+from hoconv.recurrent.passes.matrix.normal import normalize
 from hoconv.recurrent.passes.matrix.prepare import prepare
 from hoconv.recurrent.passes.matrix.separate import separate
 from hoconv.recurrent.passes.parts import take_parts
@@ -113,7 +112,7 @@ class Plan:
         if self.recompute == "cheap" or not self.recorded:
             return "it is not for a GPU"
         loop = self.common[-1][1]
-        prepared = prepare(_move_rows(loop) if self._chunked else loop, self._chunked)
+        prepared = prepare(normalize(loop) if self._chunked else loop, self._chunked)
         if isinstance(prepared, str):
             return prepared
         moved = move_epilogue(prepared, self._chunked)
@@ -124,7 +123,7 @@ class Plan:
     def _chunked(self) -> bool:
         """Returns whether a GPU can take the steps in chunks, once they only load and write
         rows."""
-        prepared = prepare(_move_rows(self.common[-1][1]), rows=True)
+        prepared = prepare(normalize(self.common[-1][1]), rows=True)
         moved = prepared if isinstance(prepared, str) else move_epilogue(prepared, rows=True)
         return not isinstance(moved, str) and not isinstance(emit_chunks(moved), str)
 
@@ -232,11 +231,6 @@ def plan_trace(
     if reaches(schedule, "hoisted"):
         then("sink", sink)
     return Plan(schedule, traced.declarations, tuple(common), recompute)
-
-
-def _move_rows(program: Program) -> Program:
-    """Moves out of the steps what chunks need as rows of sequences."""
-    return move_predictions(move_lengths(program))
 
 
 def trim(forward: Program, backward: Program) -> tuple[Program, Program]:

@@ -30,7 +30,7 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
   float *const x, *const products, *const columns;
   Decays& decays;
   float *const own_decays, *const products_of;  // if they are shared: of each step, and D_ji
-  Square of_decays;                             // the gradients of D_ji
+  Square of_decays, of_earlier;                 // the gradients of D_ji, and of D_j,i-1
 
   template <typename Call>
   __device__ ComputeColumns(const Call& call, Memory memory)
@@ -42,7 +42,8 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
         decays(*reinterpret_cast<Decays*>(memory.take(SEGMENTS * K))),
         own_decays(memory.next),
         products_of(own_decays + CHUNK),
-        of_decays(Own::warp) {}
+        of_decays(Own::warp),
+        of_earlier(Own::warp) {}
 
   template <typename Call>
   static __device__ __forceinline__ void run(const Call& call, char* shared) {
@@ -70,13 +71,12 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
 
  private:
   // Returns the products of pairs without decays, if these are shared, and else nothing.
-  template <bool TURNED>
   __device__ __forceinline__ Square multiply() {
     Square pairs(Own::warp);
     if constexpr (SHARED)
-      Own::template multiply_pairs<TURNED>(pairs, products, x, columns, products_of);
+      Own::template multiply_pairs<BACKWARD, false>(pairs, products, x, columns, products_of);
     else
-      Own::template multiply_pairs<TURNED>(products, x, decays);
+      Own::template multiply_pairs<BACKWARD, false>(products, x, decays);
     return pairs;
   }
 
@@ -88,7 +88,7 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
       copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
       Own::multiply_decays(decays);
     }
-    const Square pairs = multiply<BACKWARD>();
+    const Square pairs = multiply();
     if constexpr (SHARED) copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
     float scale[2];
     if (Own::owns()) {
@@ -114,15 +114,15 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
 
   // Computes the gradients of the products of all pairs with the queries, or keys of predictions,
   // that are loaded.
-  template <bool STRICT, typename Call, typename Read>
+  template <bool BEFORE, typename Call, typename Read>
   __device__ __forceinline__ void differentiate(const Call& call, const Read& gradients) {
     Square pairs(Own::warp);
-    if constexpr (SHARED && Call::DECAYS == 1) pairs = multiply<false>();
+    if constexpr (SHARED && Call::DECAYS == 1) pairs = multiply();
     copy_columns<COLUMNS, V, THREADS>(columns, WIDE, gradients, place, call.T);
-    differentiate_products<STRICT>(call, pairs);
+    differentiate_products<BEFORE>(call, pairs);
   }
-  // The same, of gradients that are in `columns`. STRICT: for j < i alone.
-  template <bool STRICT, typename Call>
+  // The same, of gradients that are in `columns`. BEFORE: of those with p.
+  template <bool BEFORE, typename Call>
   __device__ __forceinline__ void differentiate_products(const Call& call, const Square& pairs) {
     copy_columns<COLUMNS, V, THREADS>(x, V + PAD, call.v, place, call.T);
     __syncthreads();
@@ -132,19 +132,21 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
 #pragma unroll
       for (int z = 0; z < 2; ++z) {
         if (i < j + z) continue;
-        const float product_of = SHARED ? products_of[i * SQUARE + j + z] : 1;
-        const float number = STRICT && i == j + z ? 0 : rounded(pair[z] * product_of);
+        float number = 0;
+        if (i >= j + z + BEFORE)
+          number = rounded(SHARED ? pair[z] * products_of[(i - BEFORE) * SQUARE + j + z] : pair[z]);
         products[i * SQUARE + j + z] = products[(j + z) * SQUARE + i] = number;
       }
     });
     __syncthreads();
-    const int64_t index = STRICT * place.count(call) + place.index(call);
+    const int64_t index = BEFORE * place.count(call) + place.index(call);
     float* const to = call.d_products + index * CHUNK * CHUNK;
     for (int at = threadIdx.x * 4; at < CHUNK * CHUNK; at += THREADS * 4) {
       float numbers[4];
       load(numbers, products + at / CHUNK * SQUARE + at % CHUNK), store(to + at, numbers);
     }
-    if constexpr (SHARED && Call::DECAYS == 1) of_decays.add_each(pairs, d_pairs);
+    if constexpr (SHARED && Call::DECAYS == 1)
+      (BEFORE ? of_earlier : of_decays).add_each(pairs, d_pairs);
   }
 
   template <typename Call>
@@ -153,6 +155,14 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
     of_decays.each_pair(
         [this](int i, int j, const float (&pair)[2]) { store(products + i * SQUARE + j, pair); });
     __syncthreads();
+    if constexpr (PREDICTS) {
+      of_earlier.each_pair([this](int i, int j, const float (&pair)[2]) {
+#pragma unroll
+        for (int z = 0; z < 2; ++z)
+          if (i > j + z) products[(i - 1) * SQUARE + j + z] += pair[z];
+      });
+      __syncthreads();
+    }
     differentiate_steps(products, products_of, own_decays);
     __syncthreads();
     for (int i = Own::warp; i < CHUNK && Own::begin + i < call.T; i += Own::WARPS) {

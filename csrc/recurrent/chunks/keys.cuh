@@ -43,17 +43,21 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
   __device__ __forceinline__ float given(int s) const { return d_x[row(s) * PITCH + key]; }
 
   // Differentiates queries that are scaled by the decays from `from` on, where `scale` is the
-  // product of those before. `carry` is the gradient of the product after the last one.
+  // product of those before; BEFORE: without that of their own step. `carry` is the gradient of the
+  // product after the last one.
+  template <bool BEFORE>
   __device__ __forceinline__ void take_queries(int from, int count, float scale, float carry) {
     float each[STEPS], product[1] = {scale};
     Own::scale_forward(from, count, product, [&](int s, const float (&f)[1]) { each[s] = f[0]; });
 #pragma unroll
     for (int s = STEPS - 1; s >= 0; --s) {
       if (s < from || s >= from + count) continue;
-      d_q[s][0] += given(s) * each[s];
-      carry += given(s) * q[s][0];
-      d_decay[s][0] += carry * (s > from ? each[s - 1] : scale);
+      const float before = s > from ? each[s - 1] : scale;
+      d_q[s][0] += given(s) * (BEFORE ? before : each[s]);
+      if (!BEFORE) carry += given(s) * q[s][0];
+      d_decay[s][0] += carry * before;
       carry *= d[s][0];
+      if (BEFORE) carry += given(s) * q[s][0];
     }
   }
   // The same of keys, that are scaled by the decays after them; `scale` is the product of those
@@ -72,12 +76,14 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
 
   // Takes the gradients of the steps of segments `first` to `last`, which are scaled as one: as
   // queries, or as keys. `carry` is that of what scales the first key.
+  template <bool BEFORE = false>
   __device__ __forceinline__ void take_segments(bool queries, int first, int last, float carry) {
     float own = 0;
     if (owns()) {
       if (queries)
 #pragma unroll
-        for (int s = STEPS - 1; s >= 0; --s) own = (own + given(s) * q[s][0]) * d[s][0];
+        for (int s = STEPS - 1; s >= 0; --s)
+          own = BEFORE ? own * d[s][0] + given(s) * q[s][0] : (own + given(s) * q[s][0]) * d[s][0];
       else
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) own = own * d[s][0] + given(s) * k[s][0];
@@ -89,7 +95,7 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     if (queries) {
       for (int s = last; s > segment; --s) carry = carry * decays[s][key] + carries[s][key];
       Own::between(decays, first, segment, scale);
-      take_queries(0, STEPS, scale[0], carry);
+      take_queries<BEFORE>(0, STEPS, scale[0], carry);
     } else {
       for (int s = first; s < segment; ++s) carry = carry * decays[s][key] + carries[s][key];
       Own::between(decays, segment + 1, last + 1, scale);
@@ -98,9 +104,9 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
   }
 
   // Takes the gradients of the pairs of level N and those below.
-  template <int N>
+  template <int N, bool BEFORE>
   __device__ __forceinline__ void take_levels(const float* d_products) {
-    Own::template put_level<N>(x, decays);
+    Own::template put_level<N, BEFORE>(x, decays);
     __syncthreads();
     Part<Own::WARPS, Own::WARPS, CHUNK, K> part(Own::warp);
     // The other steps of the blocks of these 16.
@@ -113,16 +119,16 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     if constexpr (N >= STEPS) {
       constexpr int HALF = N / STEPS;
       const int first = segment / HALF * HALF;
-      take_segments(Own::template is_query<N>(), first, first + HALF - 1, 0);
+      take_segments<BEFORE>(Own::template is_query<N>(), first, first + HALF - 1, 0);
     } else if (owns() && Own::begin < Own::T) {
       // The second condition always holds: ptxas moves no sums out of a branch, and so spills none.
 #pragma unroll
       for (int block = 0; block < STEPS; block += 2 * N) {
         take_keys(block, N, 1, 0);
-        take_queries(block + N, N, 1, 0);
+        take_queries<BEFORE>(block + N, N, 1, 0);
       }
     }
-    if constexpr (N > 1) take_levels<N / 2>(d_products);
+    if constexpr (N > 1) take_levels<N / 2, BEFORE>(d_products);
   }
 
   // Takes the gradients of all pairs, whose products of decays are in those of the products.
@@ -165,9 +171,9 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     __syncthreads();
   }
 
-  // Takes the gradients of the queries that are loaded, or keys of predictions: they read the
-  // state before the chunk, scaled from its beginning, and steps of the chunk, in pairs.
-  template <typename R, typename Matrix>
+  // Takes the gradients of the queries that are loaded, or BEFORE: keys of predictions. They read
+  // the state before the chunk, scaled from its beginning, and steps of the chunk, in pairs.
+  template <bool BEFORE, typename R, typename Matrix>
   __device__ __forceinline__ void take_reads(const R& gradients, const Matrix& state,
                                              const float* pairs, float* columns, float* own_state,
                                              const Place& place) {
@@ -179,12 +185,12 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
       float numbers[4];
       load(numbers, pairs + at), store(d_products + at / CHUNK * SQUARE + at % CHUNK, numbers);
     }
-    take_segments(true, 0, SEGMENTS - 1, 0);
+    take_segments<BEFORE>(true, 0, SEGMENTS - 1, 0);
     if constexpr (SHARED) {
       __syncthreads();
       take_pairs(d_products);
     } else {
-      take_levels<CHUNK / 2>(d_products);
+      take_levels<CHUNK / 2, BEFORE>(d_products);
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {  // the pairs of a step with itself
         const float product = d_products[row(s) * (SQUARE + 1)];
@@ -225,15 +231,15 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     own.take_segments(false, 0, SEGMENTS - 1, own.owns() ? d_all[own.key] : 0);
     __syncthreads();
     const float* const pairs = call.d_products + place.index(call) * CHUNK * CHUNK;
-    own.take_reads(call.d_output, before, pairs, columns, own_state, place);
+    own.template take_reads<false>(call.d_output, before, pairs, columns, own_state, place);
     own.write(call.d_q, own.d_q, place.b, place.head);
     if constexpr (PREDICTS) {
       own.load_queries(call.p, place);
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) own.d_q[s][0] = 0;
       __syncthreads();
-      own.take_reads(call.d_v, before, pairs + place.count(call) * CHUNK * CHUNK, columns,
-                     own_state, place);
+      own.template take_reads<true>(call.d_v, before, pairs + place.count(call) * CHUNK * CHUNK,
+                                    columns, own_state, place);
       own.write(call.d_p, own.d_q, place.b, place.head);
     }
     own.write(call.d_k, own.d_k, place.b, place.head);

@@ -1,11 +1,11 @@
 // Steps that read the state before they write it. The kernel that solves for what a chunk writes,
 // and the kernel that passes states from chunk to chunk then.
 //
-// With v_i = c_i + (d_i S_{i-1})ᵀ p_i and L_ij = (D_ji k_j)ᵀ p_i for j < i, the rows of v are
+// With v_i = c_i + S_{i-1}ᵀ p_i and L_ij = (D_j,i-1 k_j)ᵀ p_i for j < i, the rows of v are
 //
 //   v = c + L v + P S_0,   so that   v = (I - L)⁻¹ c + (I - L)⁻¹ P S_0,
 //
-// where row i of P is D_0i p_i. Of the state S_0 alone this waits for the chunk before. The
+// where row i of P is D_0,i-1 p_i. Of the state S_0 alone this waits for the chunk before. The
 // gradient v' of c is, in the other order of steps, of the same form, of the gradient S' after the
 // chunk:
 //
@@ -78,14 +78,14 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
     if constexpr (SHARED) own.put_decays(own.own_decays);
     own.multiply_decays(own.decays);
     if constexpr (SHARED) multiply_steps(own.of_outputs, own.own_decays);
-    own.multiply(own.products);
+    own.template multiply<true>(own.products);
     if constexpr (BACKWARD) {
-      own.put_turned(solved.written, own.q, true, CHUNK);
+      own.template put_turned<true>(solved.written, own.q, true, CHUNK);
       own.load_queries(call.q, own.place);
-      own.multiply(own.of_outputs);
+      own.template multiply<false>(own.of_outputs);
       own.add_outputs(call);
     } else {
-      own.put_turned(solved.written, own.k, false, CHUNK);
+      own.template put_turned<false>(solved.written, own.k, false, CHUNK);
       copy_columns<COLUMNS, V, THREADS>(own.columns, WIDE, call.c, own.place, call.T);
     }
     own.scale(solved);
@@ -97,13 +97,14 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
 
  private:
   // Computes the products of pairs. Ends with a barrier.
+  template <bool BEFORE>
   __device__ __forceinline__ void multiply(float* to) {
     if constexpr (SHARED) {
       Square pairs(Own::warp);
-      Own::template multiply_pairs<BACKWARD>(pairs, to, x, columns, of_outputs);
+      Own::template multiply_pairs<BACKWARD, BEFORE>(pairs, to, x, columns, of_outputs);
       __syncthreads();
     } else {
-      Own::template multiply_pairs<BACKWARD>(to, x, decays);
+      Own::template multiply_pairs<BACKWARD, BEFORE>(to, x, decays);
     }
   }
 
@@ -111,7 +112,7 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
   template <typename Call>
   __device__ __forceinline__ void add_outputs(const Call& call) {
     copy_columns<COLUMNS, V, THREADS>(columns, WIDE, call.d_output, place, call.T);
-    put_turned(x, Own::q, true);
+    put_turned<false>(x, Own::q, true);
     __syncthreads();
     using Matrix = State<KEYS, COLUMNS, Call>;
     float* const to = call.d_states + place.template state<KEYS, COLUMNS>(call);
@@ -146,8 +147,8 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
                           [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::k, f); });
     } else {
       Own::between(decays, 0, Own::segment, scale);
-      Own::scale_forward(0, STEPS, scale,
-                         [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::q, f); });
+      Own::template scale_forward<true>(
+          0, STEPS, scale, [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::q, f); });
     }
     if (Own::segment == 0) {
       Own::between(decays, 0, SEGMENTS, scale);
@@ -156,6 +157,7 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
   }
 
   // Stores steps, a row for each key, scaled from the beginning of the chunk on, or to its end.
+  template <bool BEFORE>
   __device__ __forceinline__ void put_turned(float* to, const typename Own::Numbers& of,
                                              bool from_begin, int pitch = SQUARE) const {
     if (!Own::owns()) return;
@@ -165,7 +167,7 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
     };
     if (from_begin) {
       Own::between(decays, 0, Own::segment, scale);
-      Own::scale_forward(0, STEPS, scale, put);
+      Own::template scale_forward<BEFORE>(0, STEPS, scale, put);
     } else {
       Own::between(decays, Own::segment + 1, SEGMENTS, scale);
       Own::scale_backward(0, STEPS, scale, put);

@@ -91,16 +91,18 @@ struct Segment {
       for (int z = 0; z < EACH; ++z) product[z] *= all[s][key + z];
   }
 
-  // Calls f(s, D_mi) for steps i from `from` on, where `scale` is D of m and the step before.
-  template <typename F>
+  // Calls f(s, D_mi) for steps i from `from` on, where `scale` is D of m and the step before;
+  // BEFORE: f(s, D_m,i-1).
+  template <bool BEFORE = false, typename F>
   __device__ __forceinline__ void scale_forward(int from, int count, float (&scale)[EACH],
                                                 F f) const {
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       if (s < from || s >= from + count) continue;
+      if (BEFORE) f(s, scale);
 #pragma unroll
       for (int z = 0; z < EACH; ++z) scale[z] *= d[s][z];
-      f(s, scale);
+      if (!BEFORE) f(s, scale);
     }
   }
   // Calls f(s, D_jm) for steps j down to `from`, where `scale` is D of the last one and m.
@@ -197,7 +199,7 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
   }
 
   // Scales each step by its role at level N.
-  template <int N>
+  template <int N, bool BEFORE>
   __device__ __forceinline__ void put_level(float* x, const typename Own::Decays& decays) const {
     if (!owns()) return;
     const auto put_key = [&](int s, const float (&f)[EACH]) { Own::put_scaled(x, s, k, f); };
@@ -206,14 +208,14 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
     if constexpr (N >= STEPS) {
       up_to_middle<N>(decays, scale);
       if (is_query<N>())
-        Own::scale_forward(0, STEPS, scale, put_query);
+        Own::template scale_forward<BEFORE>(0, STEPS, scale, put_query);
       else
         Own::scale_backward(0, STEPS, scale, put_key);
     } else {
 #pragma unroll
       for (int block = 0; block < STEPS; block += 2 * N) {
         set_to_one(scale), Own::scale_backward(block, N, scale, put_key);
-        set_to_one(scale), Own::scale_forward(block + N, N, scale, put_query);
+        set_to_one(scale), Own::template scale_forward<BEFORE>(block + N, N, scale, put_query);
       }
     }
   }
@@ -256,19 +258,19 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
     }
   }
 
-  template <int N, bool TURNED>
+  template <int N, bool TURNED, bool BEFORE>
   __device__ __forceinline__ void multiply_levels(float* products, float* x,
                                                   const typename Own::Decays& decays) const {
     __syncthreads();
-    put_level<N>(x, decays);
+    put_level<N, BEFORE>(x, decays);
     __syncthreads();
     multiply_level<N, TURNED>(products, x);
-    if constexpr (N > 1) multiply_levels<N / 2, TURNED>(products, x, decays);
+    if constexpr (N > 1) multiply_levels<N / 2, TURNED, BEFORE>(products, x, decays);
   }
 
-  // Computes Σ q_i D_ji k_j of all j <= i, in row i, or TURNED: in row j: a Triangle. Ends with a
-  // barrier.
-  template <bool TURNED>
+  // Computes Σ q_i D_ji k_j of all j <= i, in row i, or TURNED: in row j: a Triangle. BEFORE: of
+  // all j < i with D_j,i-1. Ends with a barrier.
+  template <bool TURNED, bool BEFORE>
   __device__ __forceinline__ void multiply_pairs(float* products, float* x,
                                                  const typename Own::Decays& decays) const {
     if (owns())
@@ -281,13 +283,13 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
       }
     __syncthreads();
     Own::sum_rows(x, [=](int i, float sum) { products[i * SQUARE + i] = rounded(sum); });
-    multiply_levels<CHUNK / 2, TURNED>(products, x, decays);
+    multiply_levels<CHUNK / 2, TURNED, BEFORE>(products, x, decays);
     __syncthreads();
   }
 
   // The same where all keys have the same decays, of which D_ji is in row i of `products_of`; ends
   // without a barrier. `pairs` are the products q_i k_j.
-  template <bool TURNED>
+  template <bool TURNED, bool BEFORE>
   __device__ __forceinline__ void multiply_pairs(Square& pairs, float* products, float* x,
                                                  float* keys, const float* products_of) const {
     Own::put_all(x, q), Own::put_all(keys, k);
@@ -297,9 +299,9 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
     pairs.each_pair([=](int i, int j, const float (&pair)[2]) {
 #pragma unroll
       for (int z = 0; z < 2; ++z)
-        if (i >= j + z)
+        if (i >= j + z + BEFORE)
           products[TURNED ? (j + z) * SQUARE + i : i * SQUARE + j + z] =
-              rounded(pair[z] * products_of[i * SQUARE + j + z]);
+              rounded(pair[z] * products_of[(i - BEFORE) * SQUARE + j + z]);
     });
   }
   // Writes the decays of the steps, if all keys have the same.

@@ -74,20 +74,21 @@ def some_steps(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
 
 @rnn.cell(state={"S": ("heads", "keys", "values")})
 def some_heads(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
-    """A gate for each head."""
+    """A gate for each head; what is multiplied and summed is repeated."""
     q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
     v = rnn.linear("v", x, size=(heads, values))
     gate = rnn.linear("g", x, size=(heads,))[..., None, None] > 0
-    S = rnn.where(gate, S + rnn.einsum("hk,hv->hkv", k, v), S)
-    return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
+    S = rnn.where(gate, 0.9 * S - k[..., None] * v[..., None, :], S)
+    return rnn.sum(S * q[..., None], -2), dict(S=S)
 
 
 @rnn.cell(state={"S": ("heads", "keys", "values")})
 def delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
-    """The delta rule on a state whose keys decay each at its own rate, of either sign."""
+    """The delta rule on a state whose keys decay each at its own rate, so little that steps reach
+    far."""
     q, k = (rnn.normalize(rnn.linear(name, x, size=(heads, keys))) for name in "qk")
     v, beta = rnn.linear("v", x, size=(heads, values)), rnn.linear("beta", x, size=(heads, 1))
-    S = (1.5 * rnn.sigmoid(rnn.linear("d", x, size=(heads, keys))) - 0.5)[..., None] * S
+    S = (1 - 0.1 * rnn.sigmoid(rnn.linear("d", x, size=(heads, keys))))[..., None] * S
     found = rnn.einsum("hkv,hk->hv", S, k)
     S = S + rnn.einsum("hk,hv->hkv", k, rnn.sigmoid(beta) * (v - found))
     return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
@@ -95,17 +96,19 @@ def delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
 
 @rnn.cell(state={"S": ("values", "heads", "keys")})
 def other_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
-    """Keys for all heads, axes in other orders, several predictions, and two scales of them."""
+    """Keys for all heads, axes in other orders, decays of both signs, and several predictions,
+    before the state decays."""
     q = rnn.linear("q", x, size=(keys, heads))
     k, v = rnn.normalize(rnn.linear("k", x, size=(keys,))), rnn.linear("v", x, size=(values, heads))
     a, b = (rnn.sigmoid(rnn.linear(name, x, size=(1, heads))) for name in "ab")
     one, other = rnn.einsum("vhk,k->vh", S, k), rnn.einsum("k,vhk->vh", k * k, S)
+    S = rnn.tanh(2 * rnn.linear("d", x, size=(1, heads, 1))) * S
     S = S + rnn.einsum("k,vh->vhk", k, (v * 0.5 - (a * one - 0.5 * (b * other))) * a)
     return rnn.einsum("vhk,kh->vh", S, q), dict(S=S)
 
 
 PREDICT = ["delta_net", "gated_delta_net", delta, other_delta]
-CELLS = [*LIBRARY, one_matrix, any_decay, other_order, some_steps, *PREDICT]
+CELLS = [*LIBRARY, one_matrix, any_decay, other_order, some_steps, some_heads, *PREDICT]
 
 
 def name_of(cell: Any) -> str:
@@ -183,7 +186,7 @@ def check(cell: BoundCell, T: int, B: int, dtype: torch.dtype, *, reversed: bool
     for name, t in exact.items():
         assert found[name].dtype == steps[name].dtype
         # Of few numbers, an error is a matter of chance.
-        worse, last = (WORSE, 3e-4) if t.numel() > 100 else (2, torch.finfo(dtype).eps)
+        worse, last = (WORSE, 3e-4) if t.numel() > 100 else (2, 2 * torch.finfo(dtype).eps)
         assert error(found[name], t) <= worse * error(steps[name], t) + last, name
 
 
@@ -210,7 +213,7 @@ def test_blocks_share_the_keys_and_the_columns_of_a_head(cell: str) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("cell", [c for c in CELLS if c is not some_steps], ids=name_of)
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
 def test_sequences_may_end_within_a_chunk(cell: Any) -> None:
     lengths = [SEGMENT + 3, 9, 0]
     check(bind(cell, 2, 16, 8), SEGMENT + 6, 3, torch.bfloat16, lengths=lengths)
@@ -218,20 +221,24 @@ def test_sequences_may_end_within_a_chunk(cell: Any) -> None:
 
 
 @needs_compiler
-def test_padding_may_hold_anything() -> None:
-    program = plan_for_gpu(bind("gla", 2, 16, 8), masked=True).inference
-    (loop,) = shim_chunks({"inference": program}).values()
-    cell, dtype = bind("gla", 2, 16, 8), torch.bfloat16
+@pytest.mark.parametrize("name", ["gla", "gated_delta_net"])
+def test_padding_may_hold_anything(name: str) -> None:
+    cell, dtype = bind(name, 2, 16, 8), torch.bfloat16
+    made = plan_for_gpu(cell, dtype, masked=True)
+    programs = {name: getattr(made, name) for name in ("inference", "forward", "backward")}
+    loops = {programs[name]: loop for name, loop in shim_chunks(programs).items()}
     parameters = {d.name: torch.randn(d.read_shape).to(dtype) for d in trace(cell).declarations}
-    x, S = torch.randn(SEGMENT, 2, 8).to(dtype), torch.randn(2, cell.state_sizes["S"])
+    x, d_output = torch.randn(SEGMENT, 2, 8).to(dtype), torch.randn(SEGMENT, 2, 16).to(dtype)
+    S, d_S = torch.randn(2, 2, cell.state_sizes["S"])
     valid = torch.arange(SEGMENT)[:, None, None] < torch.tensor([20, SEGMENT])[:, None]
     zeros, nans = (
-        run_program(program, {"x": x.where(valid, padding), "valid": valid}, {"S": S}, parameters,
-                    None, loop)
+        run(made, {"x": x.where(valid, padding), "valid": valid, "S": S, "d_S": d_S,
+                   "d_output": d_output.where(valid, padding)}, parameters, loops.__getitem__)
         for padding in (0.0, float("nan"))
     )  # fmt: skip
-    for name, t in zeros.items():
-        assert torch.equal(t, nans[name])
+    for name in ("output", "S", "d_S"):
+        assert torch.equal(zeros[name], nans[name]), name
+    assert torch.equal(zeros["d_x"].where(valid, 0), nans["d_x"].where(valid, 0))
 
 
 @rnn.cell(state={"S": ("heads", "keys", "values")})
@@ -320,7 +327,6 @@ def no_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
         (no_delta, "a step computes an operand"),
         ("rwkv7", "the state is not scaled by a decay"),
         ("mlstm", "there is more than one state"),
-        (some_heads, "a state is no sum of two"),
     ],
 )
 def test_other_cells_say_why_they_take_steps(cell: Any, reason: str) -> None:

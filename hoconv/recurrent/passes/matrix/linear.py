@@ -10,11 +10,11 @@ A decay may be the same for all keys of a head, and keys and queries for all hea
 
 A step may also read the state first, as delta rules do, by a key of its own, p for prediction::
 
-    v = c + (diag(d) S)^T p
+    v = c + S^T p
 
-Then d_v is the gradient of c, G' has d_v p^T more before it is the gradient of d, and::
+Then d_v is the gradient of c, G has d_v p^T more, and::
 
-    d_p = diag(d) S d_v
+    d_p = S d_v
 """
 
 from __future__ import annotations
@@ -123,13 +123,11 @@ class _Finder:
         self.made = {op.result: op for op in flat(program.step)}
         self.reads: dict[str, Rows] = {}
         self.writes: dict[str, Rows] = {}
-        # Values of steps: the state before the outer product; v and d_v, where steps compute them
-        # from states; the gradient of the state after a step, and that with what predictions read.
-        self.scaled: Value | None = None
+        # Values of steps: v and d_v, where steps compute them from states; the gradient of the
+        # state after a step.
         self.v: Value | None = None
         self.d_v: Value | None = None
         self.grown: Value | None = None
-        self.total: Value | None = None
 
     def find(self) -> Linear:
         program = self.program
@@ -150,8 +148,6 @@ class _Finder:
                 raise _Differs(f"{name} is written twice")
             self.writes[name] = Rows(each.sequence, 0, self.of.axes(each.source))
         needed = {"d_q", "d_k", "d_v"} if program.replays else {"output"}
-        if "d" in self.reads and program.replays:
-            needed.add("d_d")
         if "p" in self.reads and program.replays:
             needed.add("d_p")
         if missing := sorted(needed - self.writes.keys()):
@@ -165,10 +161,9 @@ class _Finder:
     def find_update(self, before: Value, after: Value) -> None:
         """Finds k, v and d, of which a step computes a state."""
         scaled, product = self.split(after)
-        self.scaled = scaled
         key, value = self.find_pair(product)
         self.note("k", key)
-        if not self.find_prediction(scaled, value):
+        if not self.find_prediction(before, value):
             self.note("v", value)
         if scaled is before:
             return
@@ -178,7 +173,7 @@ class _Finder:
         decay = op.values[1 - op.values.index(before)]
         self.reads["d"] = self.find_decay(decay)
 
-    def find_prediction(self, scaled: Value, value: Value) -> bool:
+    def find_prediction(self, before: Value, value: Value) -> bool:
         """Finds p and c, of which a step computes v; returns whether it does."""
         op = self.made.get(value)
         if op is None or op.kind != "add" or len(op.values) != 2:
@@ -187,8 +182,8 @@ class _Finder:
             made = self.made.get(prediction)
             if made is None or made.kind != "einsum" or self.of.summed(made) != {self.keys}:
                 continue
-            if scaled in made.values and len(made.values) == 2:
-                self.note("p", made.values[1 - made.values.index(scaled)])
+            if before in made.values and len(made.values) == 2:
+                self.note("p", made.values[1 - made.values.index(before)])
                 self.note("c", constant)
                 self.v = value
                 return True
@@ -212,26 +207,25 @@ class _Finder:
 
     def find_gradient(self, before: Value, after: Value) -> None:
         """Finds q and d_output, of which a step computes the gradient of a state."""
-        total = after
+        grown = after
+        if (op := self.made.get(after)) and op.kind == "add" and before not in op.values:
+            grown, product = self.split(after)  # with what is predicted of it
+            key, self.d_v = self.find_pair(product)
+            self.note("p", key)
         if "d" in self.reads:
-            op = self.made.get(after)
+            op = self.made.get(grown)
             scales = op is not None and op.kind == "mul" and len(op.values) == 2
             decays = [v for v in op.values if self.is_decay(v)] if op and scales else []
             if op is None or len(decays) != 1:
                 raise _Differs("the gradient is not scaled by the decay")
-            total = op.values[1 - op.values.index(decays[0])]
-        grown, (same, product) = total, self.split(total)
-        key, value = self.find_pair(product)
-        if same is not before:  # it is also read by what steps predict
-            self.note("p", key)
-            self.d_v = value
-            grown, (same, product) = same, self.split(same)
-            key, value = self.find_pair(product)
+            grown = op.values[1 - op.values.index(decays[0])]
+        same, product = self.split(grown)
         if same is not before:
             raise _Differs("the gradient is scaled twice")
+        key, value = self.find_pair(product)
         self.note("q", key)
         self.note("d_output", value)
-        self.grown, self.total = grown, total
+        self.grown = grown
 
     def split(self, total: Value) -> tuple[Value, Op]:
         """Returns the terms of a state: what is left of the last one, and an outer product."""
@@ -298,7 +292,7 @@ class _Finder:
                     self.note("q", query)
                     return "output"
         elif len(op.values) == 2:
-            if over_columns and {*op.values} == {self.scaled, self.d_v}:
+            if over_columns and {*op.values} == {before, self.d_v}:
                 return "d_p"
             for state, name, by, fits in (
                 (after, "d_q", "d_output", over_columns),
@@ -312,6 +306,6 @@ class _Finder:
         elif (made := self.made.get(op.values[0])) and made.kind == "mul":
             decay = self.reads.get("d")
             of_decay = decay is not None and {*self.of.axes(op.result)} == {*decay.axes}
-            if of_decay and {*made.values} == {self.total, before}:
+            if of_decay and {*made.values} == {self.grown, before}:
                 return "d_d"
         return None

@@ -23,15 +23,15 @@ def prepare(program: Program, rows: bool = False) -> Program | str:
     Args:
         rows: whether its steps load all rows that depend on no state.
     """
-    program = separate(_repeat_in_step(program))
+    program = separate(repeat_in_step(program))
     columns = find_columns(program)
     if isinstance(columns, str):
         return columns
     return separate(simplify(_hoist(program, columns, rows)))
 
 
-def _repeat_in_step(program: Program) -> Program:
-    """Moves what repeats parameters for all features of a state into the step."""
+def repeat_in_step(program: Program) -> Program:
+    """Returns the program, whose steps repeat parameters for all features of a state."""
     most = max((s.value.type.size for s in program.states), default=0)
     before, step = [], []
     values: dict[Value, Value] = {}
