@@ -20,6 +20,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hoconv.recurrent.ir.axes import Layout
 from hoconv.recurrent.ir.kinds import BY_AXES
@@ -73,7 +74,7 @@ class _Normal:
     Attributes:
         made: the op of each value of a step.
         axes: of these values, and of new ones.
-        ops: the new ones.
+        ops: the new ones; known: their results, by kind, operands and axes.
         before: those of them that precede the loop.
     """
 
@@ -86,6 +87,7 @@ class _Normal:
         self.stateless = find_stateless(program)
         self.outputs = step_outputs(program)
         self.ops: list[Op] = []
+        self.known: dict[tuple[Any, ...], Value] = {}
         self.before: list[Op] = []
         self.find_matrix = functools.cache(self._find_matrix)
         self.made.update((op.result, self._contract(op)) for op in flat(program.step))
@@ -349,12 +351,15 @@ class _Normal:
         return self._add_op("arrange", (value,), axes)
 
     def _add_op(self, kind: str, inputs: Sequence[Operand], axes: Axes) -> Value:
-        """Adds an op whose result lies along some axes."""
+        """Returns the result, which lies along some axes, of a new op or one that is there."""
+        if (found := self.known.get((kind, *inputs, axes))) is not None:
+            return found
         dtype = self.state.value.type.dtype
         if kind == "arrange" and isinstance(inputs[0], Value):
             dtype = inputs[0].type.dtype
         result = Value(Type("step", (math.prod(axis.size for axis in axes),), dtype))
         self.axes[result] = axes
+        self.known[(kind, *inputs, axes)] = result
         self.ops.append(self._make(kind, inputs, result))
         return result
 
