@@ -21,11 +21,11 @@
 
 namespace hoconv::recurrent {
 
-// What the second kernel reads of a chunk, in global memory, after that of other ones.
+// What the second kernel reads of a chunk, in global memory, or BACKWARD in parentheses: `rows` are
+// (I - L)⁻¹ P (or (I - Lᵀ)⁻¹ K), `written` is K (or P), a row for each key, `columns` are (I - L)⁻¹
+// c (or (I - Lᵀ)⁻¹ c'), and `decays` D_0C of each key. The first two are rounded.
 template <int K, int V>
 struct Solved {
-  // Rows of (I - L)⁻¹ P and of (I - L)⁻¹ c; for each key, the rows of K; D_0C. Those of products,
-  // all but the second, are rounded.
   static constexpr int SIZE = 2 * CHUNK * K + CHUNK * V + K;
   float *rows, *written, *columns, *decays;
 
@@ -37,6 +37,7 @@ struct Solved {
         decays(columns + CHUNK * V) {}
 };
 
+// Solves for what a chunk writes.
 template <int KEYS, int COLUMNS, bool BACKWARD, bool SHARED>
 struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
   static constexpr int K = round_up(KEYS, 16), V = round_up(COLUMNS, 16);
@@ -45,7 +46,7 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
   static constexpr int THREADS = Own::THREADS, PITCH = Own::PITCH, WIDE = V + WIDE_PAD;
   static constexpr int INVERSE = STEPS + PAD;  // rows of the inverses of blocks of steps
   // The rows of Q, one for each key, come in place of those of steps.
-  static constexpr int FIRST = BACKWARD && K * SQUARE > CHUNK* PITCH ? K * SQUARE : CHUNK * PITCH;
+  static constexpr int FIRST = BACKWARD && CHUNK * PITCH < K * SQUARE ? K * SQUARE : CHUNK * PITCH;
   // With shared decays, the keys come first in place of columns.
   static constexpr int SECOND = SHARED && PITCH > WIDE ? PITCH : WIDE;
   // Products of pairs with p, and, BACKWARD, with q; D_ji comes first in place of these.

@@ -282,6 +282,7 @@ class _Finder:
         return name
 
     def find_product(self, op: Op, before: Value, after: Value) -> str | None:
+        """Returns which sum of products an op computes; None for another one."""
         heads = {self.of.heads} - {None}
         summed = self.of.summed(op)
         over_keys, over_columns = summed == {self.keys}, summed - heads == {self.columns}
@@ -301,7 +302,8 @@ class _Finder:
             ):
                 if state in op.values and fits:
                     other = self.load(op.values[1 - op.values.index(state)])
-                    if other == self.reads[by]:
+                    known = name != "d_v" or self.d_v in (None, op.result)
+                    if other == self.reads[by] and known:
                         return name
         elif (made := self.made.get(op.values[0])) and made.kind == "mul":
             decay = self.reads.get("d")

@@ -8,10 +8,10 @@ state has for its key::
 
     S = S + outer(k, beta * (v - S^T k))         c = beta * v    p = -beta * k
     S = d * S; S = S + outer(k, v - S^T k)       c = v           p = -d * k
-    S = where(valid, S + outer(k, v), S)         k = where(valid, k, 0), and v
+    S = where(valid, S + outer(k, v), S)         k = where(valid, k, 0), likewise v
 
-The last one is a step past the end of its sequence. Padding may hold anything: no row is read of
-it.
+The last one may be a step past the end of its sequence. Padding may hold anything: no row of it is
+read.
 """
 
 from __future__ import annotations
@@ -208,33 +208,35 @@ class _Normal:
         if op.kind == "mul":
             for factor, scaled in (op.inputs, op.inputs[::-1]):
                 if (by := self._find_row(factor)) is not None:
-                    form = self.find_matrix(scaled)
-                    written = tuple(self._scale_written(*each, by) for each in form.written)
-                    return _Matrix(self._scale(form.decay, by), written)
+                    return self._scale_matrix(self.find_matrix(scaled), by)
         if op.kind == "where" and not self._is_row(op.inputs[1]):
             condition = self._find_row(op.inputs[0])
             form = self.find_matrix(op.inputs[1])
             if op.inputs[2] is not self.state.value or not isinstance(condition, Value):
                 raise _Differs
-            decay = self._make_wide("where", (condition, form.decay, 1.0))
             written = ((self._mask(condition, k), self._mask_vector(condition, v))
                        for k, v in form.written if isinstance(k, Value))  # fmt: skip
-            return _Matrix(1.0 if form.decay == 1.0 else decay, tuple(written))
+            if form.decay == 1.0:
+                return _Matrix(1.0, tuple(written))
+            decay = self._make_wide("where", (condition, form.decay, 1.0))
+            return _Matrix(decay, tuple(written))
         if op.kind == "einsum" and len(op.values) == 2 and not self.columns.summed(op):
-            for key, vector in (op.values, op.values[::-1]):
-                lies = self.columns.keys in self.axes.get(key, ())
-                if (
-                    lies
-                    and self._is_row(key)
-                    and self.columns.keys not in self.axes.get(vector, ())
-                ):
-                    return _Matrix(0.0, ((key, self._find_vector(vector)),))
+            keys, columns = self.columns.keys, self.columns.columns
+            for row, other in (op.values, op.values[::-1]):
+                if not self._is_row(row) or columns in self.axes.get(row, ()):
+                    continue
+                if self.columns.is_matrix(other):
+                    return self._scale_matrix(self.find_matrix(other), row)
+                if self._is_along(row, keys, columns):
+                    return _Matrix(0.0, ((row, self._find_vector(other)),))
         raise _Differs
 
     def _find_vector(self, value: Value) -> _Vector:
         if self._is_row(value):
             return _Vector(value)
-        op = self.made[value]
+        op = self.made.get(value)
+        if op is None:
+            raise _Differs
         if op.kind in ("add", "sub"):
             first, second = (
                 self._find_vector(i) if isinstance(i, Value) else _Vector() for i in op.inputs
@@ -301,13 +303,19 @@ class _Normal:
         numbers = [x for x in (row, by) if not isinstance(x, Value)]
         if len(numbers) == 2:
             return numbers[0] * numbers[1]
-        if 0.0 in numbers or 1.0 in numbers:
-            return 0.0 if 0.0 in numbers else row if by == 1.0 else by
+        if 0.0 in numbers:
+            return 0.0
+        if 1.0 in numbers:
+            return row if by == 1.0 else by
         if numbers == [-1.0]:
             value = row if isinstance(row, Value) else by
             assert isinstance(value, Value)
             return self._add_op("neg", (value,), self.axes.get(value, ()))
         return self._make_wide("mul", (by, row))
+
+    def _scale_matrix(self, form: _Matrix, by: Operand) -> _Matrix:
+        written = tuple(self._scale_written(*each, by) for each in form.written)
+        return _Matrix(self._scale(form.decay, by), written)
 
     def _scale_written(self, key: Operand, vector: _Vector, by: Operand) -> tuple[Operand, _Vector]:
         """Scales an outer product: its key, by what differs from key to key."""
