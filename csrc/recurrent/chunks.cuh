@@ -19,6 +19,8 @@
 //
 // SHARED decays are those of a head, the same for all its keys. Then D_ji is a number, by which the
 // product q_iᵀ k_j is multiplied: no levels.
+//
+// Steps may predict v: solve.cuh.
 #pragma once
 
 #include "recurrent/chunks/columns.cuh"

@@ -112,12 +112,14 @@ def _explain_matrices(plan: Plan) -> Iterable[str]:
         f"{where} backwards: {_describe_blocks(plan.backward)}; the states before segments of "
         f"{SEGMENT} steps are saved, those between computed again"
     )
-    named = ("forward", plan.forward), ("backward", plan.backward)
-    if chunked := [name for name, each in named if isinstance(emit_chunks(each), ChunkSource)]:
+    sources = {"forward": emit_chunks(plan.forward), "backward": emit_chunks(plan.backward)}
+    if chunked := [name for name, each in sources.items() if isinstance(each, ChunkSource)]:
         yield (
             f"{' and '.join(chunked)}: chunks of {SEGMENT} steps on tensor cores, from "
             f"{chunks.LEAST_STEPS} steps on"
         )
+    else:
+        yield f"no chunks of steps: {plan.unchunked or sources['forward']}"
 
 
 def _describe_blocks(program: Program) -> str:

@@ -120,12 +120,17 @@ class Plan:
         return reason if isinstance(reason, str) else prepared
 
     @functools.cached_property
-    def _chunked(self) -> bool:
-        """Returns whether a GPU can take the steps in chunks, once they only load and write
-        rows."""
+    def unchunked(self) -> str:
+        """Why a GPU cannot take the steps in chunks, in words; empty where it can, once they only
+        load and write rows."""
         prepared = prepare(normalize(self.common[-1][1]), rows=True)
         moved = prepared if isinstance(prepared, str) else move_epilogue(prepared, rows=True)
-        return not isinstance(moved, str) and not isinstance(emit_chunks(moved), str)
+        source = moved if isinstance(moved, str) else emit_chunks(moved)
+        return source if isinstance(source, str) else ""
+
+    @property
+    def _chunked(self) -> bool:
+        return not self.unchunked
 
     @functools.cached_property
     def matrix_gradient(self) -> tuple[Program, Program] | str:

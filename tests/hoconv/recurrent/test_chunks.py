@@ -296,10 +296,14 @@ def test_two_calls_are_one(name: str, reverse: bool) -> None:
 def test_says_which_steps_are_taken_in_chunks() -> None:
     sizes: Any = {"heads": 2, "keys": 16, "values": 8}
     said = "forward and backward: chunks of 64 steps on tensor cores, from 128 steps on"
-    half = rnn.RNN(cells.gla, 8, 16, dtype=torch.bfloat16, **sizes)
-    assert said in half.explain()
-    assert "chunks of" not in rnn.RNN(cells.gla, 8, 16, **sizes).explain()
-    assert "chunks of" not in rnn.RNN(cells.rwkv7, 8, 16, dtype=torch.bfloat16, **sizes).explain()
+    for cell in (cells.gla, cells.gated_delta_net):
+        assert said in rnn.RNN(cell, 8, 16, dtype=torch.bfloat16, **sizes).explain()
+    for cell, dtype, reason in (
+        (cells.gla, torch.float32, "products of f32 would be in TF32"),
+        (cells.rwkv7, torch.bfloat16, "the state is not scaled by a decay"),
+    ):
+        explained = rnn.RNN(cell, 8, 16, dtype=dtype, **sizes).explain()
+        assert f"no chunks of steps: {reason}" in explained
 
 
 @needs_nvrtc
