@@ -12,8 +12,9 @@ namespace hoconv::recurrent {
 //
 // where C is the last step, and those of the products of pairs, o'_i v_j, in both orders. Where
 // steps predict (PREDICTS), other kernels have computed the gradients of v: there are products of
-// pairs with p_i, too, j < i, whose gradients are v'_i v_j.
-template <int KEYS, int COLUMNS, bool BACKWARD, bool SHARED, bool PREDICTS>
+// pairs with p_i, too, j < i, whose gradients are v'_i v_j. EARLY: outputs read the state before
+// the step, so that the pairs are those with D_j,i-1, j < i.
+template <int KEYS, int COLUMNS, bool BACKWARD, bool SHARED, bool PREDICTS, bool EARLY>
 struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
   static constexpr int K = round_up(KEYS, 16), V = round_up(COLUMNS, 16);
   using Own = Pairs<KEYS, K, 2>;
@@ -57,14 +58,14 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
     if constexpr (!BACKWARD) {
       own.write_columns(call, call.v, call.states, call.output);
     } else if constexpr (PREDICTS) {
-      own.template differentiate<false>(call, call.d_output);
+      own.template differentiate<0, EARLY>(call, call.d_output);
       own.load_queries(call.p, own.place);
       __syncthreads();
-      own.template differentiate<true>(call, call.d_v);
+      own.template differentiate<1, true>(call, call.d_v);
     } else {
       const Square pairs = own.write_columns(call, call.d_output, call.d_states, call.d_v);
       __syncthreads();
-      own.template differentiate_products<false>(call, pairs);
+      own.template differentiate_products<0, EARLY>(call, pairs);
     }
     if constexpr (BACKWARD && SHARED && Call::DECAYS == 1) own.differentiate_decays(call);
   }
@@ -74,9 +75,9 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
   __device__ __forceinline__ Square multiply() {
     Square pairs(Own::warp);
     if constexpr (SHARED)
-      Own::template multiply_pairs<BACKWARD, false>(pairs, products, x, columns, products_of);
+      Own::template multiply_pairs<BACKWARD, EARLY>(pairs, products, x, columns, products_of);
     else
-      Own::template multiply_pairs<BACKWARD, false>(products, x, decays);
+      Own::template multiply_pairs<BACKWARD, EARLY>(products, x, decays);
     return pairs;
   }
 
@@ -98,8 +99,8 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
                             [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::k, f); });
       } else {
         Own::between(decays, 0, Own::segment, scale);
-        Own::scale_forward(0, STEPS, scale,
-                           [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::q, f); });
+        Own::template scale_forward<EARLY>(
+            0, STEPS, scale, [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::q, f); });
       }
     }
     __syncthreads();
@@ -114,15 +115,16 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
 
   // Computes the gradients of the products of all pairs with the queries, or keys of predictions,
   // that are loaded.
-  template <bool BEFORE, typename Call, typename Read>
+  template <int READ, bool BEFORE, typename Call, typename Read>
   __device__ __forceinline__ void differentiate(const Call& call, const Read& gradients) {
     Square pairs(Own::warp);
     if constexpr (SHARED && Call::DECAYS == 1) pairs = multiply();
     copy_columns<COLUMNS, V, THREADS>(columns, WIDE, gradients, place, call.T);
-    differentiate_products<BEFORE>(call, pairs);
+    differentiate_products<READ, BEFORE>(call, pairs);
   }
-  // The same, of gradients that are in `columns`. BEFORE: of those with p.
-  template <bool BEFORE, typename Call>
+  // The same, of gradients that are in `columns`. READ: 0 of queries, 1 of these keys. BEFORE: with
+  // D_j,i-1.
+  template <int READ, bool BEFORE, typename Call>
   __device__ __forceinline__ void differentiate_products(const Call& call, const Square& pairs) {
     copy_columns<COLUMNS, V, THREADS>(x, V + PAD, call.v, place, call.T);
     __syncthreads();
@@ -139,7 +141,7 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
       }
     });
     __syncthreads();
-    const int64_t index = BEFORE * place.count(call) + place.index(call);
+    const int64_t index = READ * place.count(call) + place.index(call);
     float* const to = call.d_products + index * CHUNK * CHUNK;
     for (int at = threadIdx.x * 4; at < CHUNK * CHUNK; at += THREADS * 4) {
       float numbers[4];
@@ -155,7 +157,7 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
     of_decays.each_pair(
         [this](int i, int j, const float (&pair)[2]) { store(products + i * SQUARE + j, pair); });
     __syncthreads();
-    if constexpr (PREDICTS) {
+    if constexpr (PREDICTS || EARLY) {
       of_earlier.each_pair([this](int i, int j, const float (&pair)[2]) {
 #pragma unroll
         for (int z = 0; z < 2; ++z)

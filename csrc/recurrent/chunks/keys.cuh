@@ -20,7 +20,7 @@ struct Level : Along {
 };
 
 // Computes the gradients of q, k and d of a chunk, and of p. A block has some keys of a head.
-template <int KEYS, int COLUMNS, bool SHARED, bool PREDICTS>
+template <int KEYS, int COLUMNS, bool SHARED, bool PREDICTS, bool EARLY>
 struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
   static constexpr int K = count_own(KEYS);
   using Own = Pairs<KEYS, K, 1, WIDE_PAD>;
@@ -231,7 +231,7 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     own.take_segments(false, 0, SEGMENTS - 1, own.owns() ? d_all[own.key] : 0);
     __syncthreads();
     const float* const pairs = call.d_products + place.index(call) * CHUNK * CHUNK;
-    own.template take_reads<false>(call.d_output, before, pairs, columns, own_state, place);
+    own.template take_reads<EARLY>(call.d_output, before, pairs, columns, own_state, place);
     own.write(call.d_q, own.d_q, place.b, place.head);
     if constexpr (PREDICTS) {
       own.load_queries(call.p, place);

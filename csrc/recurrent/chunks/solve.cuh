@@ -38,7 +38,7 @@ struct Solved {
 };
 
 // Solves for what a chunk writes.
-template <int KEYS, int COLUMNS, bool BACKWARD, bool SHARED>
+template <int KEYS, int COLUMNS, bool BACKWARD, bool SHARED, bool EARLY>
 struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
   static constexpr int K = round_up(KEYS, 16), V = round_up(COLUMNS, 16);
   using Own = Pairs<KEYS, K, 2>;
@@ -83,7 +83,7 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
     if constexpr (BACKWARD) {
       own.template put_turned<true>(solved.written, own.q, true, CHUNK);
       own.load_queries(call.q, own.place);
-      own.template multiply<false>(own.of_outputs);
+      own.template multiply<EARLY>(own.of_outputs);
       own.add_outputs(call);
     } else {
       own.template put_turned<false>(solved.written, own.k, false, CHUNK);
@@ -113,7 +113,7 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
   template <typename Call>
   __device__ __forceinline__ void add_outputs(const Call& call) {
     copy_columns<COLUMNS, V, THREADS>(columns, WIDE, call.d_output, place, call.T);
-    put_turned<false>(x, Own::q, true);
+    put_turned<EARLY>(x, Own::q, true);
     __syncthreads();
     using Matrix = State<KEYS, COLUMNS, Call>;
     float* const to = call.d_states + place.template state<KEYS, COLUMNS>(call);

@@ -8,7 +8,7 @@ namespace hoconv::recurrent {
 // Computes the state before each chunk and that after the last one; BACKWARD: the gradient of the
 // state after each chunk, and of that before the first one. A block has some keys and columns of a
 // head, few, for it takes the chunks one by one.
-template <int KEYS, int COLUMNS, bool BACKWARD>
+template <int KEYS, int COLUMNS, bool BACKWARD, bool EARLY>
 struct PassStates {
   static constexpr int K = count_own(KEYS), V = COLUMNS > 48 ? 64 : round_up(COLUMNS, 16);
   static constexpr int DOWN = count_blocks(KEYS), BLOCKS = DOWN * ((COLUMNS + V - 1) / V);
@@ -69,7 +69,7 @@ struct PassStates {
       };
       if constexpr (BACKWARD) {
         own.between(decays, 0, own.segment, scale);
-        own.scale_forward(0, STEPS, scale, put);
+        own.template scale_forward<EARLY>(0, STEPS, scale, put);
       } else {
         own.between(decays, own.segment + 1, SEGMENTS, scale);
         own.scale_backward(0, STEPS, scale, put);

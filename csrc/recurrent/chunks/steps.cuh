@@ -282,7 +282,8 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
         Own::put(x, s, own);
       }
     __syncthreads();
-    Own::sum_rows(x, [=](int i, float sum) { products[i * SQUARE + i] = rounded(sum); });
+    Own::sum_rows(x,
+                  [=](int i, float sum) { products[i * SQUARE + i] = BEFORE ? 0 : rounded(sum); });
     multiply_levels<CHUNK / 2, TURNED, BEFORE>(products, x, decays);
     __syncthreads();
   }
@@ -298,10 +299,14 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
     __syncthreads();
     pairs.each_pair([=](int i, int j, const float (&pair)[2]) {
 #pragma unroll
-      for (int z = 0; z < 2; ++z)
-        if (i >= j + z + BEFORE)
-          products[TURNED ? (j + z) * SQUARE + i : i * SQUARE + j + z] =
-              rounded(pair[z] * products_of[(i - BEFORE) * SQUARE + j + z]);
+      for (int z = 0; z < 2; ++z) {
+        if (i < j + z) continue;
+        // Nobody reads D_jj: `products` may come in place of these, turned.
+        const int from = (i - BEFORE) * SQUARE + j + z;
+        const float product_of = i <= j + z + BEFORE ? 1 : products_of[from];
+        products[TURNED ? (j + z) * SQUARE + i : i * SQUARE + j + z] =
+            i == j + z && BEFORE ? 0 : rounded(pair[z] * product_of);
+      }
     });
   }
   // Writes the decays of the steps, if all keys have the same.

@@ -107,8 +107,31 @@ def other_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
     return rnn.einsum("vhk,kh->vh", S, q), dict(S=S)
 
 
-PREDICT = ["delta_net", "gated_delta_net", delta, other_delta]
-CELLS = [*LIBRARY, one_matrix, any_decay, other_order, some_steps, some_heads, *PREDICT]
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def early(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """The output reads the state before the step, as that of RWKV-6 does."""
+    q, k, d = (rnn.linear(name, x, size=(heads, keys)) for name in "qkd")
+    v = rnn.linear("v", x, size=(heads, values))
+    bonus = rnn.sum(q * k * rnn.parameter("bonus", (heads, keys)))
+    output = rnn.einsum("hkv,hk->hv", S, q) + bonus * v
+    return output, dict(S=rnn.sigmoid(d)[..., None] * S + rnn.einsum("hk,hv->hkv", k, v))
+
+
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def early_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """The same of a delta rule."""
+    q, k = (rnn.normalize(rnn.linear(name, x, size=(heads, keys))) for name in "qk")
+    v, beta, d = (
+        rnn.linear("v", x, size=(heads, values)),
+        *(rnn.sigmoid(rnn.linear(name, x, size=(heads, 1))) for name in ("beta", "d")),
+    )
+    found, output = (rnn.einsum("hkv,hk->hv", S, row) for row in (k, q))
+    S = d[..., None] * S + rnn.einsum("hk,hv->hkv", k, beta * (v - found))
+    return output, dict(S=S)
+
+
+PREDICT = ["delta_net", "gated_delta_net", delta, other_delta, early_delta]
+CELLS = [*LIBRARY, one_matrix, any_decay, other_order, some_steps, some_heads, early, *PREDICT]
 
 
 def name_of(cell: Any) -> str:
@@ -221,9 +244,9 @@ def test_sequences_may_end_within_a_chunk(cell: Any) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gla", "gated_delta_net"])
-def test_padding_may_hold_anything(name: str) -> None:
-    cell, dtype = bind(name, 2, 16, 8), torch.bfloat16
+@pytest.mark.parametrize("of", ["gla", "gated_delta_net", early], ids=name_of)
+def test_padding_may_hold_anything(of: Any) -> None:
+    cell, dtype = bind(of, 2, 16, 8), torch.bfloat16
     made = plan_for_gpu(cell, dtype, masked=True)
     programs = {name: getattr(made, name) for name in ("inference", "forward", "backward")}
     loops = {programs[name]: loop for name, loop in shim_chunks(programs).items()}

@@ -141,8 +141,9 @@ def bind(seed: int, strays: bool) -> BoundCell:
     @rnn.cell(state={"S": ("heads", "keys", "values")})
     def written(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
         writer = Writer(seed, x, S, sizes, strays)
-        S = writer.grown(3)
-        return rnn.einsum("hkv,hk->hv", S, writer.row(heads, keys)), dict(S=S)
+        following, q = writer.grown(3), writer.row(heads, keys)
+        read = S if seed % 4 == 3 else following
+        return rnn.einsum("hkv,hk->hv", read, q), dict(S=following)
 
     heads, keys, values = sizes
     options = {"heads": heads, "keys": keys, "values": values}

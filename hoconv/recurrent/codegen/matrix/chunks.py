@@ -163,18 +163,19 @@ def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
         decays = 1 if linear.shares_decays else 2
     backward, shared, predicts = linear.backward, linear.shares_decays, linear.solved is not None
     of = f"{sizes[0]}, {sizes[1]}"
-    back, same, solved = (str(each).lower() for each in (backward, shared, predicts))
+    flags = backward, shared, predicts, linear.early
+    back, same, solved, early = (str(each).lower() for each in flags)
     blocks: dict[str, tuple[Block, str]] = {}
     if predicts:
         of_chunk = _size_solve(*sizes, backward, shared)
-        blocks["run_solve"] = of_chunk, f"SolveChunk<{of}, {back}, {same}>"
+        blocks["run_solve"] = of_chunk, f"SolveChunk<{of}, {back}, {same}, {early}>"
         blocks["run_states"] = _size_solved_states(*sizes), f"PassSolvedStates<{of}, {back}>"
     else:
-        blocks["run_states"] = _size_states(*sizes), f"PassStates<{of}, {back}>"
+        blocks["run_states"] = _size_states(*sizes), f"PassStates<{of}, {back}, {early}>"
     of_columns = _size_columns(*sizes, backward, shared)
-    blocks["run_columns"] = of_columns, f"ComputeColumns<{of}, {back}, {same}, {solved}>"
+    blocks["run_columns"] = of_columns, f"ComputeColumns<{of}, {back}, {same}, {solved}, {early}>"
     if backward:
-        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}, {same}, {solved}>"
+        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}, {same}, {solved}, {early}>"
     begin = [
         HEADER, "", "using namespace hoconv::recurrent;", "",
         "struct Call {",

@@ -15,6 +15,9 @@ A step may also read the state first, as delta rules do, by a key of its own, p 
 Then d_v is the gradient of c, G has d_v p^T more, and::
 
     d_p = S d_v
+
+Or the output may read the state before, as that of RWKV-6 does: S^T q. Then G' is G, and the
+gradient of S has q d_output^T more; d_q = S d_output.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ class Linear:
         writes: what steps write by name: ``output`` and ``v``, or the gradients; ``states`` is the
             state before each step.
         solved: ``v``, or ``d_v``, as steps that predict compute it, whether it is written or not.
+        early: whether the output reads the state before the step.
     """
 
     heads: Axis | None
@@ -73,6 +77,7 @@ class Linear:
     reads: dict[str, Rows]
     writes: dict[str, Rows]
     solved: Rows | None
+    early: bool
 
     @property
     def backward(self) -> bool:
@@ -128,6 +133,7 @@ class _Finder:
         self.v: Value | None = None
         self.d_v: Value | None = None
         self.grown: Value | None = None
+        self.early = False
 
     def find(self) -> Linear:
         program = self.program
@@ -156,7 +162,7 @@ class _Finder:
         found = self.d_v if program.replays else self.v
         solved = Rows(found, 0, self.of.axes(found)) if found else None
         axes = self.of.heads, self.keys, self.columns
-        return Linear(*axes, of_state, self.reads, self.writes, solved)
+        return Linear(*axes, of_state, self.reads, self.writes, solved, self.early)
 
     def find_update(self, before: Value, after: Value) -> None:
         """Finds k, v and d, of which a step computes a state."""
@@ -206,26 +212,54 @@ class _Finder:
             return False
 
     def find_gradient(self, before: Value, after: Value) -> None:
-        """Finds q and d_output, of which a step computes the gradient of a state."""
-        grown = after
-        if (op := self.made.get(after)) and op.kind == "add" and before not in op.values:
-            grown, product = self.split(after)  # with what is predicted of it
-            key, self.d_v = self.find_pair(product)
-            self.note("p", key)
+        """Finds q, d_output and p, of which a step computes the gradient of a state."""
+        self.grown, d_v = self.find_grown()
+        self.early = self.grown is before
+        products, rest = [], after
+        while rest is not self.grown and self.is_kind(rest, "add"):
+            rest, product = self.split(rest)
+            products.append(product)
         if "d" in self.reads:
-            op = self.made.get(grown)
-            scales = op is not None and op.kind == "mul" and len(op.values) == 2
-            decays = [v for v in op.values if self.is_decay(v)] if op and scales else []
-            if op is None or len(decays) != 1:
+            op = self.made.get(rest)
+            scaled = op.values if op is not None and op.kind == "mul" else ()
+            if self.grown not in scaled or not any(map(self.is_decay, scaled)):
                 raise _Differs("the gradient is not scaled by the decay")
-            grown = op.values[1 - op.values.index(decays[0])]
-        same, product = self.split(grown)
-        if same is not before:
-            raise _Differs("the gradient is scaled twice")
-        key, value = self.find_pair(product)
-        self.note("q", key)
-        self.note("d_output", value)
-        self.grown = grown
+        elif rest is not self.grown:
+            raise _Differs("the gradient is scaled")
+        if not self.early:
+            same, product = self.split(self.grown)
+            products.append(product)
+            if same is not before:
+                raise _Differs("the gradient takes more than one outer product")
+        for key, value in map(self.find_pair, products):
+            if value is d_v:
+                self.note("p", key)
+                self.d_v = value
+            else:
+                self.note("q", key)
+                self.note("d_output", value)
+        if len(products) != 1 + (self.d_v is not None):
+            raise _Differs("the gradient takes other outer products")
+
+    def find_grown(self) -> tuple[Value, Value]:
+        """Finds the gradient of the state after a step, and that of v, which is its sum with k."""
+        for op in self.made.values():
+            if op.kind == "einsum" and len(op.values) == 2 and self.of.summed(op) == {self.keys}:
+                for key, state in itertools.permutations(op.values):
+                    if self.of.is_matrix(state) and self.is_read(key, "k"):
+                        return state, op.result
+        raise _Differs("the gradient of values is not computed")
+
+    def is_kind(self, value: Value, kind: str) -> bool:
+        op = self.made.get(value)
+        return op is not None and op.kind == kind
+
+    def is_read(self, value: Value, name: str) -> bool:
+        """Returns whether a value is what steps read under a name."""
+        try:
+            return self.load(value) == self.reads[name]
+        except _Differs:
+            return False
 
     def split(self, total: Value) -> tuple[Value, Op]:
         """Returns the terms of a state: what is left of the last one, and an outer product."""
@@ -287,16 +321,18 @@ class _Finder:
         summed = self.of.summed(op)
         over_keys, over_columns = summed == {self.keys}, summed - heads == {self.columns}
         if self.grown is None:
-            if after in op.values and len(op.values) == 2 and over_keys:
-                query = op.values[1 - op.values.index(after)]
+            state = next((v for v in op.values if v in (before, after)), None)
+            if state is not None and len(op.values) == 2 and over_keys:
+                query = op.values[1 - op.values.index(state)]
                 if self.columns not in self.of.axes(query):
                     self.note("q", query)
+                    self.early = state is before
                     return "output"
         elif len(op.values) == 2:
             if over_columns and {*op.values} == {before, self.d_v}:
                 return "d_p"
             for state, name, by, fits in (
-                (after, "d_q", "d_output", over_columns),
+                (before if self.early else after, "d_q", "d_output", over_columns),
                 (self.grown, "d_k", "v", over_columns),
                 (self.grown, "d_v", "k", over_keys),
             ):

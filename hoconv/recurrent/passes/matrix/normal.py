@@ -152,18 +152,20 @@ class _Normal:
         return self._add_op("mul", (self._repeat(decay, self.axes[S]), S), self.axes[S])
 
     def _read(self, op: Op, total: Value) -> Op | None:
-        """Returns a read of the next state in place of one that valid steps alone see, before the
-        others are masked; None if an op is none."""
-        mask = self.made[self.state.next]
-        if mask.kind != "where" or mask.inputs[2] is not self.state.value:
+        """Returns a read of the next state, or of the state, in place of one that valid steps alone
+        see, before others are masked; None if an op is none."""
+        mask, S = self.made[self.state.next], self.state.value
+        if mask.kind != "where" or mask.inputs[2] is not S:
             return None
         valid, grown, _ = mask.inputs
-        if op.kind != "einsum" or grown not in op.values or len(op.values) != 2:
+        state = next((v for v in op.values if v in (grown, S)), None)
+        if op.kind != "einsum" or state is None or len(op.values) != 2:
             return None
         if not isinstance(valid, Value) or not self._is_masked(op, valid):
             return None
-        row = op.values[1 - op.values.index(grown)]
-        return substitute(op, {grown: total, row: self._mask(valid, row)})
+        row = op.values[1 - op.values.index(state)]
+        following = S if state is S else total
+        return substitute(op, {state: following, row: self._mask(valid, row)})
 
     def _is_masked(self, op: Op, valid: Value) -> bool:
         """Returns whether the result of an op is read of valid steps alone."""
