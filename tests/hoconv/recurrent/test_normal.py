@@ -44,7 +44,7 @@ class Writer:
         self.k = self.row(self.heads, self.keys)
 
     def row(self, *size: int) -> Any:
-        """A row of a size, small enough for states not to grow."""
+        """Returns a row of a size, small enough for states not to grow."""
         self.names += 1
         return 0.5 * rnn.tanh(rnn.linear(f"row_{self.names}", self.x, size=size))
 
@@ -53,7 +53,7 @@ class Writer:
         return rnn.parameter(f"parameter_{self.names}", size)
 
     def factor(self) -> Any:
-        """What scales a matrix: a number, a row of heads or of keys, or a parameter."""
+        """Returns what scales a matrix: a number, a row of heads or of keys, or a parameter."""
         ways = [
             lambda: 0.5,
             lambda: self.row(self.heads)[..., None, None],
@@ -68,7 +68,7 @@ class Writer:
         return self.row(self.random.choice([1, self.heads]))[..., *axes] > 0
 
     def matrix(self, depth: int) -> Any:
-        """The state, decayed, and outer products."""
+        """Returns the state, decayed, and outer products."""
         if depth == 0:
             return self.S
         ways = [self.scaled, self.grown, self.grown, self.masked, self.negative]
@@ -98,6 +98,8 @@ class Writer:
         return -once
 
     def outer(self, depth: int) -> Any:
+        if self.strays and self.random.random() < 1 / 8:  # the same for all keys
+            return self.row(self.heads, self.values)[..., None, :]
         k = (
             self.row(self.heads, self.keys)
             if self.strays and self.random.random() < 1 / 4
@@ -111,7 +113,7 @@ class Writer:
         return pair[0] * pair[1]
 
     def vector(self, depth: int) -> Any:
-        """A value, less what the state has for a key, scaled."""
+        """Returns a value, less what the state has for a key, scaled."""
         v = self.row(self.heads, self.values)
         if depth == 0:
             return v

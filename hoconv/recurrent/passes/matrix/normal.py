@@ -216,8 +216,8 @@ class _Normal:
             form = self.find_matrix(op.inputs[1])
             if op.inputs[2] is not self.state.value or not isinstance(condition, Value):
                 raise _Differs
-            written = ((self._mask(condition, k), self._mask_vector(condition, v))
-                       for k, v in form.written if isinstance(k, Value))  # fmt: skip
+            written = [(self._mask(condition, k), self._mask_vector(condition, v))
+                       for k, v in form.written]  # fmt: skip
             if form.decay == 1.0:
                 return _Matrix(1.0, tuple(written))
             decay = self._make_wide("where", (condition, form.decay, 1.0))
@@ -335,7 +335,9 @@ class _Normal:
             raise _Differs
         return scaled
 
-    def _mask(self, condition: Value, row: Value) -> Value:
+    def _mask(self, condition: Value, row: Operand) -> Value:
+        if not isinstance(row, Value):  # a key of ones
+            raise _Differs
         return self._make_wide("where", (condition, row, 0.0))
 
     def _mask_vector(self, condition: Value, vector: _Vector) -> _Vector:
