@@ -91,18 +91,10 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
     }
     const Square pairs = multiply();
     if constexpr (SHARED) copy_columns<COLUMNS, V, THREADS>(columns, WIDE, read, place, call.T);
-    float scale[2];
-    if (Own::owns()) {
-      if constexpr (BACKWARD) {
-        Own::between(decays, Own::segment + 1, SEGMENTS, scale);
-        Own::scale_backward(0, STEPS, scale,
-                            [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::k, f); });
-      } else {
-        Own::between(decays, 0, Own::segment, scale);
-        Own::template scale_forward<EARLY>(
-            0, STEPS, scale, [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::q, f); });
-      }
-    }
+    if constexpr (BACKWARD)
+      Own::put_keys(x, decays);
+    else
+      Own::template put_queries<EARLY>(x, decays);
     __syncthreads();
     if (Part<Own::WARPS, 2, CHUNK, V> part(Own::warp); part.any()) {
       part.add(K, Along{x, PITCH},

@@ -140,18 +140,12 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
 
   // Scales the steps that are solved for; writes D_0C.
   __device__ __forceinline__ void scale(const Solved<K, V>& solved) const {
-    if (!Own::owns()) return;
-    float scale[2];
-    if constexpr (BACKWARD) {
-      Own::between(decays, Own::segment + 1, SEGMENTS, scale);
-      Own::scale_backward(0, STEPS, scale,
-                          [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::k, f); });
-    } else {
-      Own::between(decays, 0, Own::segment, scale);
-      Own::template scale_forward<true>(
-          0, STEPS, scale, [&](int s, const float (&f)[2]) { Own::put_scaled(x, s, Own::q, f); });
-    }
-    if (Own::segment == 0) {
+    if constexpr (BACKWARD)
+      Own::put_keys(x, decays);
+    else
+      Own::template put_queries<true>(x, decays);
+    if (Own::owns() && Own::segment == 0) {
+      float scale[2];
       Own::between(decays, 0, SEGMENTS, scale);
       store(solved.decays + Own::key, scale);
     }

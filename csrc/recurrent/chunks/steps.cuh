@@ -309,6 +309,23 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
       }
     });
   }
+  // Scales queries from the beginning of the chunk on.
+  template <bool BEFORE>
+  __device__ __forceinline__ void put_queries(float* x, const typename Own::Decays& decays) const {
+    if (!owns()) return;
+    float scale[EACH];
+    Own::between(decays, 0, segment, scale);
+    Own::template scale_forward<BEFORE>(
+        0, STEPS, scale, [&](int s, const float (&f)[EACH]) { Own::put_scaled(x, s, q, f); });
+  }
+  // Scales keys to the end of the chunk.
+  __device__ __forceinline__ void put_keys(float* x, const typename Own::Decays& decays) const {
+    if (!owns()) return;
+    float scale[EACH];
+    Own::between(decays, segment + 1, SEGMENTS, scale);
+    Own::scale_backward(0, STEPS, scale,
+                        [&](int s, const float (&f)[EACH]) { Own::put_scaled(x, s, k, f); });
+  }
   // Writes the decays of the steps, if all keys have the same.
   __device__ __forceinline__ void put_decays(float* decays) const {
     if (Own::key == 0)
