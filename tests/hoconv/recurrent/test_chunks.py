@@ -21,6 +21,7 @@ from hoconv.recurrent.runtime.host import HostCode
 from hoconv.recurrent.schedule import Plan, plan
 from hoconv.tools.testing.cells import run_program
 from tests.hoconv.recurrent.chunk_shim import shim_chunks
+from tests.hoconv.recurrent.matrix_shim import shim_matrices
 
 needs_compiler = pytest.mark.skipif(
     jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
@@ -119,7 +120,7 @@ def early(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
 
 @rnn.cell(state={"S": ("heads", "keys", "values")})
 def early_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
-    """The same of a delta rule."""
+    """Reads the state before the step twice: for the output, and for a delta rule."""
     q, k = (rnn.normalize(rnn.linear(name, x, size=(heads, keys))) for name in "qk")
     v, beta, d = (
         rnn.linear("v", x, size=(heads, values)),
@@ -185,12 +186,13 @@ def define(cell: BoundCell, given: Results, parameters: Results, reverse: bool) 
 
 
 def check(cell: BoundCell, T: int, B: int, dtype: torch.dtype, *, reversed: bool = False,
-          reverse: bool = False, lengths: list[int] | None = None) -> None:  # fmt: skip
-    """Asserts that chunks are hardly less exact than steps in float32."""
+          reverse: bool = False, lengths: list[int] | None = None,
+          shim: Any = shim_chunks) -> None:  # fmt: skip
+    """Asserts that kernels are hardly less exact than steps in float32."""
     torch.manual_seed(T)
     made = plan_for_gpu(cell, dtype, reverse=reverse, masked=lengths is not None)
     programs = {name: getattr(made, name) for name in ("inference", "forward", "backward")}
-    loops = {programs[name]: loop for name, loop in shim_chunks(programs, reversed).items()}
+    loops = {programs[name]: loop for name, loop in shim(programs, reversed).items()}
     parameters = {
         d.name: (torch.randn(d.read_shape) / 2).to(dtype) for d in trace(cell).declarations
     }
@@ -241,6 +243,13 @@ def test_sequences_may_end_within_a_chunk(cell: Any) -> None:
     lengths = [SEGMENT + 3, 9, 0]
     check(bind(cell, 2, 16, 8), SEGMENT + 6, 3, torch.bfloat16, lengths=lengths)
     check(bind(cell, 1, 8, 8), SEGMENT + 6, 3, torch.bfloat16, lengths=lengths, reverse=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("cell", ["gated_delta_net", some_heads, early], ids=name_of)
+def test_fewer_steps_keep_the_states_of_the_same_programs_in_registers(cell: Any) -> None:
+    lengths = [3, 9]
+    check(bind(cell, 2, 16, 8), 9, 2, torch.bfloat16, lengths=lengths, shim=shim_matrices)
 
 
 @needs_compiler
@@ -342,7 +351,7 @@ def test_kernels_compile() -> None:
 
 @rnn.cell(state={"S": ("heads", "keys", "values")})
 def no_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
-    """What it writes is not affine in what it reads."""
+    """Writes what is not affine in what it reads."""
     q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
     S = S + rnn.einsum("hk,hv->hkv", k, rnn.tanh(rnn.einsum("hkv,hk->hv", S, k)))
     return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)

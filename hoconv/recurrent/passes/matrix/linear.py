@@ -338,8 +338,8 @@ class _Finder:
             ):
                 if state in op.values and fits:
                     other = self.load(op.values[1 - op.values.index(state)])
-                    known = name != "d_v" or self.d_v in (None, op.result)
-                    if other == self.reads[by] and known:
+                    differs = name == "d_v" and self.d_v not in (None, op.result)
+                    if other == self.reads[by] and not differs:
                         return name
         elif (made := self.made.get(op.values[0])) and made.kind == "mul":
             decay = self.reads.get("d")

@@ -1,4 +1,4 @@
-"""Brings the steps of a matrix state to one form, however they are written::
+"""Brings the steps of a matrix state to one form, of many ways to write them::
 
     S = d * S + outer(k, c + S^T p)
 
