@@ -92,7 +92,7 @@ class Calls:
     def of_many_sizes(self, dtype: torch.dtype, typical: Sample) -> Iterator[Asked]:
         """Yields calls of the sizes that follow those of a sample."""
         for sample in filter(self.is_defined, of_following_sizes(typical)):
-            yield Asked("size", dtype, sample, self.wanted(sample))
+            yield self._resized(dtype, typical, sample)
 
     def programs(self, dtype: torch.dtype, typical: Sample) -> Iterator[Asked]:
         """Yields what programs do that differentiate a call in other ways, or use more than its
@@ -106,8 +106,8 @@ class Calls:
     ) -> Iterator[Asked]:
         """Yields calls with other sizes, in other forms, and with values that random ones never
         are."""
-        for sample in self._of_other_sizes(samples):
-            yield Asked("size", dtype, sample, self.wanted(sample))
+        for sample, resized in self._of_other_sizes(samples):
+            yield self._resized(dtype, sample, resized)
         for sample in filter(self.is_defined, of_other_numbers(typical)):
             yield Asked("number", dtype, sample, self.wanted(sample))
         for form in forms(typical, self.cotangent(typical)):
@@ -122,12 +122,16 @@ class Calls:
         for sample in of_special_values(typical):
             yield Asked("special", dtype, sample)
 
-    def _of_other_sizes(self, samples: list[Sample]) -> Iterator[Sample]:
-        drawn = (
-            of_another_size(self.random.choice(samples), self.random) for _ in range(4 * _SIZES)
-        )
-        defined = (sample for sample in drawn if sample is not None and self.is_defined(sample))
+    def _of_other_sizes(self, samples: list[Sample]) -> Iterator[tuple[Sample, Sample]]:
+        """Yields some samples, and each with another size."""
+        drawn = (self.random.choice(samples) for _ in range(4 * _SIZES))
+        pairs = ((sample, of_another_size(sample, self.random)) for sample in drawn)
+        defined = ((s, other) for s, other in pairs if other is not None and self.is_defined(other))
         return itertools.islice(defined, _SIZES)
+
+    def _resized(self, dtype: torch.dtype, sample: Sample, resized: Sample) -> Asked:
+        growth = _count(resized) / _count(sample)
+        return Asked("size", dtype, resized, self.wanted(resized), growth=growth)
 
     def is_defined(self, sample: Sample) -> bool:
         """Returns whether the definition computes something of such a call."""
@@ -161,3 +165,8 @@ class Calls:
                 output = self.reference(*args, **kwargs)
             self._outputs[key] = tree_map(lambda t: t.new_empty(()).expand(t.shape), output)
         return self._outputs[key]
+
+
+def _count(sample: Sample) -> int:
+    """Returns how many numbers the arguments of a call have."""
+    return sum(t.numel() for t in tree_leaves(sample.args) if isinstance(t, Tensor))

@@ -48,6 +48,7 @@ class Asked:
         seed: of PyTorch's random numbers, for a definition that may draw some.
         usage: the name of the program that makes the call, or empty.
         reused: whether its tensors are those of the call before, changed in place.
+        growth: of the numbers of the arguments, from the sample that was given another size.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Asked:
     seed: int | None = None
     usage: str = ""
     reused: bool = False
+    growth: float = 1.0
 
 
 @dataclass

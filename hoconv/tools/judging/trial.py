@@ -80,7 +80,6 @@ class Trial:
         self.record = Record()
         self._expected: dict[tuple[int, int], tuple[Sample, Any, dict[str, Tensor]]] = {}
         self._seen: dict[bytes, tuple[str, list[bytes]]] = {}
-        self._most = 1  # numbers of the arguments of a sample
 
     def judge(self, dtype: torch.dtype) -> None:
         """Judges the results of all samples in a dtype; raises :class:`Ended` where it is over."""
@@ -110,7 +109,6 @@ class Trial:
         self._expected.clear()
         pairs = [*zip(self.calls.samples(dtype), self.calls.samples(dtype), strict=True)]
         typical = self.calls.typical(pairs)
-        self._most = max(_count(pair[0]) for pair in pairs)
         plan = [*pairs, *(pair[:1] for pair in pairs if self.calls.random.random() < _REPEATED)]
         self.calls.random.shuffle(plan)
         # The results of the first are kept, and looked at after the others.
@@ -361,8 +359,8 @@ class Trial:
         own = self._compute(asked, exactly=False)[what]
         allowed = _AS_THE_REFERENCE * relative_error(own, exact)
         if asked.kind == "size":  # a sum of n times as many numbers has errors √n times as large
-            more = max(1, _count(asked.sample) / self._most)
-            allowed = max(allowed, self.operator.tolerances[asked.dtype] * math.sqrt(more))
+            tolerance = self.operator.tolerances[asked.dtype]
+            allowed = max(allowed, tolerance * math.sqrt(max(1, asked.growth)))
         fails = self._failure(asked, what, own, exact)
         return bool(fails) or not self._failure(asked, what, result, exact, allowed)
 
@@ -398,11 +396,6 @@ class Trial:
         if error > MUCH_WORSE * of_reference:
             said = f"the error {error:.1e} is that of {lower}, not of {name}"
             self.find("lower precision", f"{name}: all samples", said)
-
-
-def _count(sample: Sample) -> int:
-    """Returns how many numbers the arguments of a call have."""
-    return sum(t.numel() for t in tree_leaves(sample.args) if isinstance(t, Tensor))
 
 
 def _is_constant(t: Tensor) -> bool:

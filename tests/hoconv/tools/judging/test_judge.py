@@ -412,7 +412,8 @@ SUMS = """
         return x.sum(1)
 
     def samples(device, dtype):
-        yield Sample((torch.randn(50, 40).to(device, dtype),), name="50 x 40")
+        yield Sample((torch.randn(300, 40).to(device, dtype),), name="300 x 40")
+        yield Sample((torch.randn(50_000, 40).to(device, dtype),), name="50000 x 40")
 
     OPERATOR = Operator(
         name="sums", function=sums, implementations={"reference": Implementation(sums)},
