@@ -27,6 +27,8 @@
 #include "recurrent/chunks/keys.cuh"
 #include "recurrent/chunks/products.cuh"
 #include "recurrent/chunks/rows.cuh"
+#include "recurrent/chunks/shared_keys.cuh"
+#include "recurrent/chunks/shared_states.cuh"
 #include "recurrent/chunks/solve.cuh"
 #include "recurrent/chunks/states.cuh"
 #include "recurrent/chunks/steps.cuh"

@@ -67,7 +67,7 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
       __syncthreads();
       own.template differentiate_products<0, EARLY>(call, pairs);
     }
-    if constexpr (BACKWARD && SHARED && Call::DECAYS == 1) own.differentiate_decays(call);
+    if constexpr (BACKWARD && SHARED && Call::DECAYS) own.differentiate_decays(call);
   }
 
  private:
@@ -110,7 +110,7 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
   template <int READ, bool BEFORE, typename Call, typename Read>
   __device__ __forceinline__ void differentiate(const Call& call, const Read& gradients) {
     Square pairs(Own::warp);
-    if constexpr (SHARED && Call::DECAYS == 1) pairs = multiply();
+    if constexpr (SHARED && Call::DECAYS) pairs = multiply();
     copy_columns<COLUMNS, V, THREADS>(columns, WIDE, gradients, place, call.T);
     differentiate_products<READ, BEFORE>(call, pairs);
   }
@@ -139,7 +139,7 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
       float numbers[4];
       load(numbers, products + at / CHUNK * SQUARE + at % CHUNK), store(to + at, numbers);
     }
-    if constexpr (SHARED && Call::DECAYS == 1)
+    if constexpr (SHARED && Call::DECAYS)
       (BEFORE ? of_earlier : of_decays).add_each(pairs, d_pairs);
   }
 
@@ -163,9 +163,8 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
       const float* const row = products + i * SQUARE + threadIdx.x % 32;
       const float sum = warp_reduce(row[0] + row[32], [](float a, float b) { return a + b; });
       const auto& rows = call.d_d;
-      if (threadIdx.x % 32 == 0)  // after the parts of the blocks that have keys
-        rows.store(rows.at(Own::begin + i, place.b, place.head, 0) + count_blocks(KEYS) * call.part,
-                   {sum});
+      if (threadIdx.x % 32 == 0)  // before the parts of the blocks that have keys
+        rows.store(rows.at(Own::begin + i, place.b, place.head, 0), {sum});
     }
   }
 };

@@ -1,4 +1,5 @@
-// The kernel of the keys of chunks: gradients of queries, keys and decays.
+// The kernel of the keys of chunks whose keys decay each at its own rate: gradients of queries,
+// keys and decays.
 #pragma once
 
 #include "recurrent/chunks/steps.cuh"
@@ -20,7 +21,7 @@ struct Level : Along {
 };
 
 // Computes the gradients of q, k and d of a chunk, and of p. A block has some keys of a head.
-template <int KEYS, int COLUMNS, bool SHARED, bool PREDICTS, bool EARLY>
+template <int KEYS, int COLUMNS, bool PREDICTS, bool EARLY>
 struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
   static constexpr int K = count_own(KEYS);
   using Own = Pairs<KEYS, K, 1, WIDE_PAD>;
@@ -131,25 +132,6 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
     if constexpr (N > 1) take_levels<N / 2, BEFORE>(d_products);
   }
 
-  // Takes the gradients of all pairs, whose products of decays are in those of the products.
-  __device__ __forceinline__ void take_pairs(const float* d_products) {
-    take_triangle<false>(d_products, k, d_q);
-    take_triangle<true>(d_products, q, d_k);
-  }
-  template <bool UPPER>
-  __device__ __forceinline__ void take_triangle(const float* d_products, const Numbers& of,
-                                                Numbers& gradient) {
-    Own::put_all(x, of);
-    __syncthreads();
-    Part<Own::WARPS, Own::WARPS, CHUNK, K> part(Own::warp);
-    part.add(CHUNK, Triangle<UPPER>{{d_products, SQUARE}}, Across{x, PITCH});
-    part.each_pair([&](int i, int c, const float (&pair)[2]) { store(d_x + i * PITCH + c, pair); });
-    __syncthreads();
-    if (!owns()) return;
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s) gradient[s][0] += given(s);
-  }
-
   // Writes what the state gives the scaled keys, or queries, of rows of columns, to d_x.
   template <typename R, typename Matrix>
   __device__ __forceinline__ void multiply_state(const R& rows, const Matrix& state, float* columns,
@@ -186,16 +168,11 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
       load(numbers, pairs + at), store(d_products + at / CHUNK * SQUARE + at % CHUNK, numbers);
     }
     take_segments<BEFORE>(true, 0, SEGMENTS - 1, 0);
-    if constexpr (SHARED) {
-      __syncthreads();
-      take_pairs(d_products);
-    } else {
-      take_levels<CHUNK / 2, BEFORE>(d_products);
+    take_levels<CHUNK / 2, BEFORE>(d_products);
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s) {  // the pairs of a step with itself
-        const float product = d_products[row(s) * (SQUARE + 1)];
-        d_q[s][0] += product * k[s][0], d_k[s][0] += product * q[s][0];
-      }
+    for (int s = 0; s < STEPS; ++s) {  // the pairs of a step with itself
+      const float product = d_products[row(s) * (SQUARE + 1)];
+      d_q[s][0] += product * k[s][0], d_k[s][0] += product * q[s][0];
     }
   }
 
@@ -243,20 +220,7 @@ struct ComputeKeys : Pairs<KEYS, count_own(KEYS), 1, WIDE_PAD> {
       own.write(call.d_p, own.d_q, place.b, place.head);
     }
     own.write(call.d_k, own.d_k, place.b, place.head);
-    if constexpr (Call::DECAYS == 2) own.write(call.d_d, own.d_decay, place.b, place.head);
-    if constexpr (Call::DECAYS == 1) {  // one of a head, of which each block has a part
-      __syncthreads();
-      if (own.owns())
-#pragma unroll
-        for (int s = 0; s < STEPS; ++s) own.Own::Own::put(own.x, s, own.d_decay[s]);
-      __syncthreads();
-      const auto rows = call.d_d;
-      own.sum_rows(own.x, [=](int i, float sum) {
-        if (own.begin + i < call.T)
-          rows.store(rows.at(own.begin + i, place.b, place.head, 0) + place.block * call.part,
-                     {sum});
-      });
-    }
+    if constexpr (Call::DECAYS) own.write(call.d_d, own.d_decay, place.b, place.head);
   }
 };
 

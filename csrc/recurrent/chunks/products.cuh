@@ -54,6 +54,13 @@ struct Triangle : Along {
 struct Across {
   const float* x;
   int pitch;
+  __device__ __forceinline__ void left(uint32_t (&a)[2][4], int row, int at) const {
+#pragma unroll
+    for (int z = 0; z < 8; ++z)
+      a[z / 4][z % 4] =
+          as_bits(x[(at + lane_depth() + z / 2 * 4) * pitch + row + lane_row() + z % 2 * 8]);
+  }
+  static __device__ __forceinline__ bool skips(int, int) { return false; }
   template <int N>
   __device__ __forceinline__ void right(uint32_t (&b)[N][4], int column, int at) const {
 #pragma unroll

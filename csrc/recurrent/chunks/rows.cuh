@@ -19,6 +19,8 @@ __device__ constexpr int count_own(int keys) { return keys > 16 ? 32 : 16; }
 __device__ constexpr int count_blocks(int keys) {
   return (keys + count_own(keys) - 1) / count_own(keys);
 }
+// The same where all keys of a head have the same decays.
+__device__ constexpr int count_shared(int keys) { return keys > 32 ? 64 : keys > 16 ? 32 : 16; }
 // The first power of two that is at least n.
 __device__ constexpr int next_power(int n) { return n <= 1 ? 1 : 2 * next_power((n + 1) / 2); }
 
@@ -208,16 +210,33 @@ struct Coming {
     }
   }
   __device__ __forceinline__ void store(float* to, int pitch) const {
+    store(to, pitch, [](int) { return 1.0f; }, sizeof(typename R::Number) == 4);
+  }
+  // Stores rows times their factors. Numbers of half precision need not be rounded.
+  template <typename F>
+  __device__ __forceinline__ void store(float* to, int pitch, F factor, bool rounds = true) const {
     if (column() >= V) return;
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
+      if (row() >= N) continue;
+      const float by = factor(n * ROWS + row());
       float numbers[R::WIDTH];
 #pragma unroll
       for (int z = 0; z < R::WIDTH; ++z) {
-        numbers[z] = words[n].at(z);
-        if (sizeof(typename R::Number) == 4) numbers[z] = rounded(numbers[z]);
+        numbers[z] = words[n].at(z) * by;
+        if (rounds) numbers[z] = rounded(numbers[z]);
       }
-      if (row() < N) recurrent::store(to + (n * ROWS + row()) * pitch + column(), numbers);
+      float* const own = to + (n * ROWS + row()) * pitch + column();
+      if constexpr (R::WIDTH == 8) {  // 8 lanes write 16 bytes each at once: to different banks
+        const bool turned = column() / 32 % 2;
+        float halves[2][4];
+#pragma unroll
+        for (int z = 0; z < 8; ++z) halves[z / 4][z % 4] = numbers[turned ? z ^ 4 : z];
+        recurrent::store(own + 4 * turned, halves[0]);
+        recurrent::store(own + 4 * !turned, halves[1]);
+      } else {
+        recurrent::store(own, numbers);
+      }
     }
   }
 };

@@ -18,7 +18,10 @@ from hoconv.recurrent.runtime.interpret import GroupLoops, Tensors, count_steps
 from tests.hoconv.recurrent.cluster_shim import as_function, with_fibers
 
 # Each after those that it includes.
-_FILES = ("rows", "products", "steps", "states", "solve", "columns", "keys")
+_FILES = (
+    "rows", "products", "steps", "states", "solve", "columns", "keys", "shared_keys",
+    "shared_states",
+)  # fmt: skip
 
 
 def shim_chunks(programs: Mapping[str, Program], reversed: bool = False) -> dict[str, ShimChunks]:

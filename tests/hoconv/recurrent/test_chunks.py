@@ -65,20 +65,22 @@ def other_order(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
 
 @rnn.cell(state={"S": ("heads", "keys", "values")})
 def some_steps(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
-    """A gate of its own decides which steps change the state, and it is read after all steps."""
+    """An input decides which steps change the state, and it is read after all steps. (A product
+    would be rounded, on a GPU before its bias is added: to the other side of zero, now and then.)
+    """
     q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
     v, d = rnn.linear("v", x, size=(heads, values)), rnn.linear("d", x, size=(heads,))
     grown = rnn.sigmoid(d)[..., None, None] * S + rnn.einsum("hk,hv->hkv", k, v)
-    S = rnn.where(rnn.linear("g", x, size=(1,))[..., None, None] > 0, grown, S)
+    S = rnn.where(x[:, :1, None, None] > 0, grown, S)
     return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
 
 
 @rnn.cell(state={"S": ("heads", "keys", "values")})
 def some_heads(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
-    """A gate for each head; what is multiplied and summed is repeated."""
+    """An input for each head; what is multiplied and summed is repeated."""
     q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
     v = rnn.linear("v", x, size=(heads, values))
-    gate = rnn.linear("g", x, size=(heads,))[..., None, None] > 0
+    gate = x[:, :heads, None, None] > 0
     S = rnn.where(gate, 0.9 * S - k[..., None] * v[..., None, :], S)
     return rnn.sum(S * q[..., None], -2), dict(S=S)
 

@@ -20,8 +20,8 @@ _SEGMENTS, _PAD, _WIDE_PAD = 4, 4, 8  # as chunks.cuh has them
 _SQUARE = SEGMENT + _PAD
 _KEYS, _COLUMNS = 32, 64  # of a block, where these are divided among blocks
 _MOST_HEADS = 65_535 // (MOST // _KEYS * MOST // _COLUMNS)  # in a grid
-# Of a multiprocessor, at least, which has registers for all of them.
-_THREADS = {"run_solve": 512, "run_states": 512, "run_columns": 512, "run_keys": 384}
+# Of a multiprocessor, at least, which has registers for all of them; ComputeKeys has many in use.
+_THREADS, _KEYS_THREADS = 512, 384
 _WORD_BYTES = 16  # that a thread loads at once
 OPERANDS = ("q", "k", "v", "d", "p", "c", "d_output", "output", "d_q", "d_k", "d_v", "d_p", "d_d")
 
@@ -140,6 +140,28 @@ def _size_keys(keys: int, columns: int) -> Block:
     return Block(-(-keys // own), _SEGMENTS * _WARP, 4 * shared)
 
 
+def _size_shared_keys(keys: int, columns: int) -> Block:
+    """As ``ComputeSharedKeys``."""
+    own, warps = _own_shared(keys), 8
+    row, pitch = _round_up(columns) + _PAD, own + _WIDE_PAD
+    numbers = SEGMENT * (3 + 2 * 8) + warps  # of steps
+    shared = SEGMENT * max(row, _SQUARE) + own * row + 2 * SEGMENT * pitch + numbers
+    return Block(-(-keys // own), warps * _WARP, 4 * shared)
+
+
+def _size_shared_states(keys: int, columns: int) -> Block:
+    """As ``PassSharedStates``."""
+    own, slab = _own_shared(keys), min(_round_up(columns), _COLUMNS)
+    warps = 8 if own > 32 else 4
+    shared = SEGMENT * (own + slab + 2 * _WIDE_PAD) + 2 * SEGMENT + 1
+    return Block(-(-keys // own) * -(-columns // slab), warps * _WARP, 4 * shared)
+
+
+def _own_shared(keys: int) -> int:
+    """The same where all keys of a head have the same decays."""
+    return next(n for n in (16, 32, 64) if n >= min(keys, 64))
+
+
 def _own(keys: int) -> int:
     """Returns the keys of a block, of which some may not be there."""
     return min(_round_up(keys), _KEYS)
@@ -158,9 +180,6 @@ def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
         return f"  Rows<{of}> {name};"
 
     sizes = linear.keys.size, linear.columns.size
-    decays = 0
-    if "d_d" in linear.writes:
-        decays = 1 if linear.shares_decays else 2
     backward, shared, predicts = linear.backward, linear.shares_decays, linear.solved is not None
     of = f"{sizes[0]}, {sizes[1]}"
     flags = backward, shared, predicts, linear.early
@@ -170,16 +189,22 @@ def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
         of_chunk = _size_solve(*sizes, backward, shared)
         blocks["run_solve"] = of_chunk, f"SolveChunk<{of}, {back}, {same}, {early}>"
         blocks["run_states"] = _size_solved_states(*sizes), f"PassSolvedStates<{of}, {back}>"
+    elif shared:
+        kernel = f"PassSharedStates<{of}, {back}, {early}>"
+        blocks["run_states"] = _size_shared_states(*sizes), kernel
     else:
         blocks["run_states"] = _size_states(*sizes), f"PassStates<{of}, {back}, {early}>"
     of_columns = _size_columns(*sizes, backward, shared)
     blocks["run_columns"] = of_columns, f"ComputeColumns<{of}, {back}, {same}, {solved}, {early}>"
-    if backward:
-        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}, {same}, {solved}, {early}>"
+    if backward and shared:
+        blocks["run_keys"] = _size_shared_keys(*sizes), f"ComputeSharedKeys<{of}, {solved}, {early}>"
+    elif backward:
+        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}, {solved}, {early}>"
     begin = [
         HEADER, "", "using namespace hoconv::recurrent;", "",
         "struct Call {",
-        f"  static constexpr int DECAYS = {decays};",
+        f"  static constexpr bool DECAYS = {str('d_d' in linear.writes).lower()};"
+        "  // whether their gradients are written",
         f"  static constexpr int HEAD = {linear.state.stride(linear.heads)}, "
         f"KEY = {linear.state.stride(linear.keys)}, "
         f"COLUMN = {linear.state.stride(linear.columns)};  // strides of a state",
@@ -191,7 +216,8 @@ def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
     ]  # fmt: skip
     texts = {}
     for name, (block, kernel) in blocks.items():
-        least = _THREADS[name] // block.threads
+        threads = _KEYS_THREADS if kernel.startswith("ComputeKeys<") else _THREADS
+        least = threads // block.threads
         lines = [
             *begin,
             "",
