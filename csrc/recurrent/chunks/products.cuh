@@ -102,7 +102,22 @@ struct DeepKeys : State<KEYS, COLUMNS, Call> {
   }
 };
 
-// Adds products to M x N tiles of 16 x 8 sums.
+// Adds the products of 16 numbers of the depth to M x N tiles of 16 x 8 sums.
+template <int M, int N, typename Left>
+__device__ __forceinline__ void add_products(float (&sums)[M][N][4], int row, int at, Left left,
+                                             const uint32_t (&b)[N][4]) {
+#pragma unroll
+  for (int m = 0; m < M; ++m) {
+    if (left.skips(row + 16 * m, at)) continue;
+    uint32_t a[2][4];
+    left.left(a, row + 16 * m, at);
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int n = 0; n < N; ++n) multiply_tile(sums[m][n], a[k], {b[n][2 * k], b[n][2 * k + 1]});
+  }
+}
+// Adds those of all the depth.
 template <int M, int N, typename Left, typename Right>
 __device__ __forceinline__ void add_products(float (&sums)[M][N][4], int row, int column, int begin,
                                              int depth, Left left, Right right) {
@@ -110,16 +125,7 @@ __device__ __forceinline__ void add_products(float (&sums)[M][N][4], int row, in
   for (int at = begin; at < begin + depth; at += 16) {
     uint32_t b[N][4];
     right.right(b, column, at);
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-      if (left.skips(row + 16 * m, at)) continue;
-      uint32_t a[2][4];
-      left.left(a, row + 16 * m, at);
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-#pragma unroll
-        for (int n = 0; n < N; ++n) multiply_tile(sums[m][n], a[k], {b[n][2 * k], b[n][2 * k + 1]});
-    }
+    add_products(sums, row, at, left, b);
   }
 }
 
@@ -177,6 +183,19 @@ struct Part {
   template <typename F>
   __device__ __forceinline__ void each_pair(F f) const {
     for_each_pair(sums, row, column, f);
+  }
+  template <typename F>
+  __device__ __forceinline__ void scale_rows(F factor) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int y = 0; y < 2; ++y) {
+        const float by = factor(row + 16 * m + 8 * y + lane_row());
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+          for (int z = 0; z < 2; ++z) sums[m][n][2 * y + z] *= by;
+      }
   }
   __device__ __forceinline__ void add(const Part& other) {
 #pragma unroll

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "recurrent/chunks/products.cuh"
+#include "recurrent/chunks/shared_steps.cuh"
 
 namespace hoconv::recurrent {
 
@@ -81,7 +82,7 @@ struct ComputeSharedKeys {
     Slab before, after;
     before.load(Matrix{call.states + matrix, own.first}, own.warp, own.lane);
     after.load(Matrix{call.d_states + matrix, own.first}, own.warp, own.lane);
-    own.put_steps(call.d);
+    own.put_steps(call);
     own.put_rows(own.queries, call.q), own.put_rows(own.keys, call.k);
     own.put_columns(call.v);
     float whole = 0;
@@ -104,7 +105,7 @@ struct ComputeSharedKeys {
     before.store(own.state, own.warp, own.lane);
     d_outputs.store(own.columns, WIDE);
     own.take_factors(d_k, own.keys, own.steps.of_keys, 0);
-    multiply_rows(d_k, [&](int i) { return own.steps.after[i]; });
+    d_k.scale_rows([&](int i) { return own.steps.after[i]; });
     const float* const pairs = call.d_products + place.index(call) * CHUNK * CHUNK;
     own.template take_reads<EARLY>(call.d_q, d_k, pairs);
     if constexpr (PREDICTS) {
@@ -128,27 +129,20 @@ struct ComputeSharedKeys {
     coming.load(rows, place.begin, T, place.b, place.head, first);
     coming.store(to, PITCH);
   }
-  template <typename R>
-  __device__ __forceinline__ void put_steps(const R& decays) const {
+  template <typename Call>
+  __device__ __forceinline__ void put_steps(const Call& call) const {
     const int i = threadIdx.x;
-    if (i < CHUNK) {
-      const bool there = decays.data && place.begin + i < T;
-      steps.d[i] = there ? float(*decays.at(place.begin + i, place.b, place.head, 0)) : 1;
-    }
+    if (i < CHUNK) steps.d[i] = read_decay(call, place.begin + i, place.b, place.head);
 #pragma unroll
     for (int n = 0; n < Steps::PARTS * CHUNK / THREADS; ++n)
       steps.of_queries[0][n * THREADS + i] = steps.of_keys[0][n * THREADS + i] = 0;
   }
-  // One thread multiplies those before each step, and one those after it.
   __device__ __forceinline__ void multiply_decays() const {
-    if (lane != 0 || warp > 1) return;
-    float product = 1;
-#pragma unroll 8
-    for (int n = 0; n < CHUNK; ++n) {
-      const int i = warp ? CHUNK - 1 - n : n;
-      (warp ? steps.after : steps.before)[i] = product;
-      product *= steps.d[i];
-    }
+    const int i = threadIdx.x % CHUNK;
+    if (threadIdx.x < CHUNK)
+      steps.before[i] = multiply_range(steps.d, 0, i);
+    else if (threadIdx.x < 2 * CHUNK)
+      steps.after[i] = multiply_range(steps.d, i + 1, CHUNK);
   }
 
   // Adds the product of each row of sums and that of `rows`, which is the gradient of the factor
@@ -170,20 +164,6 @@ struct ComputeSharedKeys {
         if (row >= shift) own[row - shift] += sum;
       }
   }
-  template <typename F>
-  static __device__ __forceinline__ void multiply_rows(Sums& sums, F factor) {
-#pragma unroll
-    for (int m = 0; m < Sums::M; ++m)
-#pragma unroll
-      for (int y = 0; y < 2; ++y) {
-        const float by = factor(sums.row + 16 * m + 8 * y + lane_row());
-#pragma unroll
-        for (int n = 0; n < Sums::TILES; ++n)
-#pragma unroll
-          for (int z = 0; z < 2; ++z) sums.sums[m][n][2 * y + z] *= by;
-      }
-  }
-
   // Takes the gradients of the queries that are loaded, or BEFORE: keys of predictions, whose
   // gradients of what they read are the columns. They read the state before the chunk, and steps of
   // the chunk, in pairs.
@@ -204,7 +184,7 @@ struct ComputeSharedKeys {
       store(columns + at / CHUNK * SQUARE + at % CHUNK, coming[n]);
     }
     take_factors(sums, queries, steps.of_queries, BEFORE);
-    multiply_rows(sums, [this](int i) { return steps.before[i] * (BEFORE ? 1 : steps.d[i]); });
+    sums.scale_rows([this](int i) { return steps.before[i] * (BEFORE ? 1 : steps.d[i]); });
     __syncthreads();
     sums.add(CHUNK, Triangle<false>{{columns, SQUARE}}, Across{keys, PITCH});
     d_k.add(CHUNK, Triangle<true>{{columns, SQUARE}}, Across{queries, PITCH});

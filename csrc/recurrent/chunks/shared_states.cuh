@@ -2,6 +2,7 @@
 #pragma once
 
 #include "recurrent/chunks/products.cuh"
+#include "recurrent/chunks/shared_steps.cuh"
 
 namespace hoconv::recurrent {
 
@@ -50,10 +51,8 @@ struct PassSharedStates {
     const Matrix initial{call.first + matrix, first};
     states.each([&](int i, int c, float (&own)[WIDTH]) { initial.read(own, i, first_column + c); });
     const auto begin = [=](int64_t n) { return (BACKWARD ? chunks - 1 - n : n) * CHUNK; };
-    const auto read_decay = [&](int64_t n) {
-      const int64_t t = begin(n) + thread;
-      const bool there = call.d.data && n < chunks && thread < CHUNK && t < call.T;
-      return there ? float(*call.d.at(t, b, head, 0)) : 1;
+    const auto read_own = [&](int64_t n) {
+      return n < chunks && thread < CHUNK ? read_decay(call, begin(n) + thread, b, head) : 1;
     };
     // What the next chunk reads, and of the one after it the decay of the thread's step.
     Coming<OfKeys, KEYS, K, THREADS, CHUNK> keys;
@@ -62,8 +61,8 @@ struct PassSharedStates {
       keys.load(of_keys, begin(n), call.T, b, head, first);
       coming.load(of_columns, begin(n), call.T, b, head, first_column);
     };
-    if (thread < CHUNK) steps.d[thread] = read_decay(0);
-    float next = read_decay(1);
+    if (thread < CHUNK) steps.d[thread] = read_own(0);
+    float next = read_own(1);
     if (chunks > 0) load(0);
     __syncthreads();
     for (int64_t n = 0; n < chunks; ++n) {
@@ -75,7 +74,7 @@ struct PassSharedStates {
       const float whole = steps.factors[CHUNK];
       if (thread < CHUNK) steps.d[thread] = next;
       __syncthreads();
-      next = read_decay(n + 2);
+      next = read_own(n + 2);
       if (n + 1 < chunks) load(n + 1);  // on its way during the products
       if (states.any()) {
         states.each([&](int, int, float (&own)[WIDTH]) {
@@ -96,12 +95,7 @@ struct PassSharedStates {
     if (i > CHUNK) return;
     const bool all = i == CHUNK;
     const int from = all || BACKWARD ? 0 : i + 1, to = all || !BACKWARD ? CHUNK : i + !EARLY;
-    float products[4] = {1, 1, 1, 1};
-#pragma unroll 4
-    for (int s = 0; s < CHUNK; s += 4)
-#pragma unroll
-      for (int z = 0; z < 4; ++z) products[z] *= from <= s + z && s + z < to ? steps.d[s + z] : 1;
-    steps.factors[i] = products[0] * products[1] * (products[2] * products[3]);
+    steps.factors[i] = multiply_range(steps.d, from, to);
   }
 };
 

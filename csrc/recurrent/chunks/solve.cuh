@@ -17,6 +17,7 @@
 //   D_0C S_0 + Kᵀ v,   or   D_0C S' + Qᵀ o' + Pᵀ v',   where row i of Q is D_0i q_i.
 #pragma once
 
+#include "recurrent/chunks/shared_steps.cuh"
 #include "recurrent/chunks/steps.cuh"
 
 namespace hoconv::recurrent {
@@ -78,7 +79,7 @@ struct SolveChunk : Pairs<KEYS, round_up(KEYS, 16), 2> {
     own.load(call, call.p, own.place);
     if constexpr (SHARED) own.put_decays(own.own_decays);
     own.multiply_decays(own.decays);
-    if constexpr (SHARED) multiply_steps(own.of_outputs, own.own_decays);
+    if constexpr (SHARED) multiply_steps<THREADS>(own.of_outputs, own.own_decays);
     own.template multiply<true>(own.products);
     if constexpr (BACKWARD) {
       own.template put_turned<true>(solved.written, own.q, true, CHUNK);

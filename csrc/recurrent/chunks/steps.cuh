@@ -334,30 +334,4 @@ struct Pairs : Segment<KEYS, K, EACH, PADDING> {
   }
 };
 
-// Computes D_ji for i >= j; a thread has a j.
-__device__ __forceinline__ void multiply_steps(float* products, const float* decays) {
-  const int j = threadIdx.x;
-  if (j >= CHUNK) return;
-  float product = 1;
-#pragma unroll 8
-  for (int i = 0; i < CHUNK; ++i) {
-    if (i > j) product *= decays[i];
-    if (i >= j) products[i * SQUARE + j] = product;
-  }
-}
-// Replaces the gradient of each D_ji by what it adds to that of d_i and those before.
-__device__ __forceinline__ void differentiate_steps(float* gradients, const float* products,
-                                                    const float* decays) {
-  const int j = threadIdx.x;
-  if (j >= CHUNK) return;
-  float carry = 0;
-#pragma unroll 8
-  for (int i = CHUNK - 1; i >= 0; --i) {
-    float& gradient = gradients[i * SQUARE + j];
-    carry += i > j ? gradient : 0;
-    gradient = i > j ? carry * products[(i - 1) * SQUARE + j] : 0;
-    if (i > j) carry *= decays[i];
-  }
-}
-
 }  // namespace hoconv::recurrent

@@ -19,8 +19,8 @@ from tests.hoconv.recurrent.cluster_shim import as_function, with_fibers
 
 # Each after those that it includes.
 _FILES = (
-    "rows", "products", "steps", "states", "solve", "columns", "keys", "shared_keys",
-    "shared_states",
+    "rows", "products", "steps", "shared_steps", "states", "solve", "columns", "keys",
+    "shared_states", "shared_columns", "shared_keys",
 )  # fmt: skip
 
 

@@ -99,14 +99,20 @@ def _size_states(keys: int, columns: int) -> Block:
     return Block(-(-keys // own) * -(-columns // slab), _SEGMENTS * _WARP, 4 * shared)
 
 
-def _size_columns(keys: int, columns: int, backward: bool, shared_decays: bool) -> Block:
+def _size_columns(keys: int, columns: int, backward: bool) -> Block:
     """As ``ComputeColumns``."""
     K, V = _round_up(keys), _round_up(columns)
     first, second = max(K, V if backward else 0) + _PAD, V + _WIDE_PAD
     shared = SEGMENT * (first + _SQUARE + second) + _SEGMENTS * K
-    if shared_decays:
-        shared += SEGMENT * (max(K + _PAD - second, 0) + _SQUARE + 1)
     return Block(1, _count_threads(K), 4 * shared)
+
+
+def _size_shared_columns(keys: int, columns: int, backward: bool) -> Block:
+    """As ``ComputeSharedColumns``."""
+    K, V = _round_up(keys), _round_up(columns)
+    first, second = max(K, V if backward else 0) + _PAD, max(K + _PAD, V + _WIDE_PAD)
+    shared = SEGMENT * (first + second + 2 * _SQUARE + 2)
+    return Block(1, 8 * _WARP, 4 * shared)
 
 
 def _size_solve(keys: int, columns: int, backward: bool, shared_decays: bool) -> Block:
@@ -194,8 +200,12 @@ def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
         blocks["run_states"] = _size_shared_states(*sizes), kernel
     else:
         blocks["run_states"] = _size_states(*sizes), f"PassStates<{of}, {back}, {early}>"
-    of_columns = _size_columns(*sizes, backward, shared)
-    blocks["run_columns"] = of_columns, f"ComputeColumns<{of}, {back}, {same}, {solved}, {early}>"
+    flags = f"{back}, {solved}, {early}"
+    if shared:
+        of_columns = _size_shared_columns(*sizes, backward)
+        blocks["run_columns"] = of_columns, f"ComputeSharedColumns<{of}, {flags}>"
+    else:
+        blocks["run_columns"] = _size_columns(*sizes, backward), f"ComputeColumns<{of}, {flags}>"
     if backward and shared:
         blocks["run_keys"] = _size_shared_keys(*sizes), f"ComputeSharedKeys<{of}, {solved}, {early}>"
     elif backward:
