@@ -215,10 +215,9 @@ struct Coming {
   // Stores rows times their factors. Numbers of half precision need not be rounded.
   template <typename F>
   __device__ __forceinline__ void store(float* to, int pitch, F factor, bool rounds = true) const {
-    if (column() >= V) return;
+    if (column() >= V || row() >= N) return;
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
-      if (row() >= N) continue;
       const float by = factor(n * ROWS + row());
       float numbers[R::WIDTH];
 #pragma unroll
@@ -231,7 +230,7 @@ struct Coming {
         const bool turned = column() / 32 % 2;
         float halves[2][4];
 #pragma unroll
-        for (int z = 0; z < 8; ++z) halves[z / 4][z % 4] = numbers[turned ? z ^ 4 : z];
+        for (int z = 0; z < 8; ++z) halves[z / 4][z % 4] = turned ? numbers[z ^ 4] : numbers[z];
         recurrent::store(own + 4 * turned, halves[0]);
         recurrent::store(own + 4 * !turned, halves[1]);
       } else {

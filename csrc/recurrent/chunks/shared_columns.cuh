@@ -79,28 +79,27 @@ struct ComputeSharedColumns {
     float numbers[AHEAD][4][Sums::TILES];
 
     __device__ Ahead(Matrix matrix, int column) : matrix(matrix), column(column) {
-#pragma unroll
-      for (int n = 0; n < AHEAD; ++n) load(n);
+      load<0>(), load<1>();
     }
-    __device__ __forceinline__ void load(int n) {
-      if (n >= COUNT) return;
-#pragma unroll
-      for (int z = 0; z < 4; ++z)
-        matrix.read(numbers[n % AHEAD][z], 16 * n + lane_depth() + 4 * z,
-                    column + Sums::TILES * lane_row());
-    }
-    __device__ __forceinline__ void add_to(Sums& sums, Along left) {
-#pragma unroll
-      for (int n = 0; n < COUNT; ++n) {
-        uint32_t b[Sums::TILES][4];
+    template <int N>
+    __device__ __forceinline__ void load() {
+      if constexpr (N < COUNT)
 #pragma unroll
         for (int z = 0; z < 4; ++z)
+          matrix.read(numbers[N % AHEAD][z], 16 * N + lane_depth() + 4 * z,
+                      column + Sums::TILES * lane_row());
+    }
+    template <int N = 0>
+    __device__ __forceinline__ void add_to(Sums& sums, Along left) {
+      uint32_t b[Sums::TILES][4];
 #pragma unroll
-          for (int tile = 0; tile < Sums::TILES; ++tile)
-            b[tile][z] = round_to_tf32(numbers[n % AHEAD][z][tile]);
-        load(n + AHEAD);
-        add_products(sums.sums, sums.row, 16 * n, left, b);
-      }
+      for (int z = 0; z < 4; ++z)
+#pragma unroll
+        for (int tile = 0; tile < Sums::TILES; ++tile)
+          b[tile][z] = round_to_tf32(numbers[N % AHEAD][z][tile]);
+      load<N + AHEAD>();
+      add_products(sums.sums, sums.row, 16 * N, left, b);
+      if constexpr (N + 1 < COUNT) add_to<N + 1>(sums, left);
     }
   };
 
