@@ -6,12 +6,14 @@ The gradient of a cell that takes parts of its input ends so::
 
 A kernel puts a row together in memory, so that it would write and read both rows, and its threads
 would wait for each other in between. Of the parts, the sums stay in registers, each is stored where
-it belongs in the result, and a feature depends on no other one.
+it belongs in the result, and a feature depends on no other one. Where the parts of two rows differ,
+both are cut wherever a part ends, which zeros and what is in memory can be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from hoconv.recurrent.ir.kinds import is_elementwise, is_reduction
@@ -19,13 +21,15 @@ from hoconv.recurrent.ir.program import Group, Op, Operand, Program, Type, Value
 from hoconv.recurrent.passes.rows import find_outputs
 from hoconv.recurrent.passes.simplify import find_equal
 
-# A thread computes a feature of every part: of many small parts, few threads would compute much.
+# Each part takes code, and of many small parts few threads would compute much.
 _MOST_PARTS = 16
+
+Bounds = tuple[int, ...]  # of the parts of a row: 0, where the second one starts, ..., its size
 
 
 def take_parts(program: Program) -> Program:
-    """A program whose groups before and after the loop compute with parts of rows, where these have
-    parts of one size.
+    """A program whose groups before and after the loop compute with the parts of rows that are put
+    together, where these are few.
 
     Args:
         program: one that has been fused: what other kernels have written is in memory already, and
@@ -59,12 +63,12 @@ class _Parts:
         self.seen: dict[tuple, Value] = {}
 
     def run(self) -> Group:
-        sizes = self._find_sizes()
-        if not sizes:
+        bounds = self._find_bounds()
+        if not bounds:
             return self.group
         for op in self.group.ops:
-            if op.result in sizes:
-                self._split(op, sizes[op.result])
+            if op.result in bounds:
+                self._split(op, bounds[op.result])
             elif op.kind == "cat":  # of cats: it stores the parts of these
                 parts = tuple(leaf for part in op.values for leaf in self._list_leaves(part))
                 self.ops.append(replace(op, inputs=parts))
@@ -74,8 +78,8 @@ class _Parts:
                 self.ops.append(op)
         return Group(tuple(self._eliminate_dead()))
 
-    def _find_sizes(self) -> dict[Value, int]:
-        """Finds the size of parts by the result of each op to take part by part: all elementwise
+    def _find_bounds(self) -> dict[Value, Bounds]:
+        """Finds the bounds of parts by the result of each op to take part by part: all elementwise
         ops that read each other's results, or none of them."""
         together: dict[Value, list[Op]] = {}
         for op in self.group.ops:
@@ -83,44 +87,56 @@ class _Parts:
                 own = {id(ops): ops for v in op.values if (ops := together.get(v)) is not None}
                 joined = [op, *(other for ops in own.values() for other in ops)]
                 together.update((each.result, joined) for each in joined)
-        chosen = {id(ops): self._choose_size(ops) for ops in together.values()}
-        return {v: size for v, ops in together.items() if (size := chosen[id(ops)])}
+        chosen = {id(ops): self._choose_bounds(ops) for ops in together.values()}
+        return {v: bounds for v, ops in together.items() if (bounds := chosen[id(ops)])}
 
-    def _choose_size(self, ops: Sequence[Op]) -> int | None:
-        """Chooses the size of the parts of all that some ops read and compute; None if these are
+    def _choose_bounds(self, ops: Sequence[Op]) -> Bounds | None:
+        """Chooses the bounds of the parts of all that some ops read and compute; None if these are
         to stay whole."""
         results = {op.result for op in ops}
         operands = {v for op in ops for v in op.values if v.type.size > 1} - results
-        cats = [v for v in operands if self._kind(v) == "cat"]
-        leaves = [leaf for v in cats for leaf in self._list_leaves(v) if not self._is_zero(leaf)]
-        size = min((leaf.type.size for leaf in leaves), default=1)
-        if size == 1 or ops[0].result.type.size > size * _MOST_PARTS:
+        ends = (
+            itertools.accumulate(leaf.type.size for leaf in self._list_leaves(v)) for v in operands
+        )
+        bounds = tuple(sorted({0, *itertools.chain(*ends)}))
+        sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        if not 2 <= len(sizes) <= _MOST_PARTS or min(sizes) == 1:
             return None
         reduced = {v for op in self.group.ops if is_reduction(op.kind) for v in op.values}
         if results & reduced:  # of all features, which are in registers
             return None
-        return size if all(self._has_parts(v, size) for v in operands) else None
+        return bounds if all(self._can_cut(v, bounds) for v in operands) else None
 
-    def _has_parts(self, value: Value, size: int) -> bool:
-        """Returns whether a value has parts of a size, which cost nothing."""
-        if value.type.size == size:
+    def _can_cut(self, value: Value, bounds: Bounds) -> bool:
+        """Returns whether a value has parts of these bounds, which cost nothing."""
+        if len(bounds) == 2:
             return True
         if self._kind(value) == "cat":
-            return all(self._has_parts(part, size) for part in self.made[value].values)
-        return value.type.size % size == 0 and (self._is_zero(value) or self._is_load(value))
+            return all(self._can_cut(part, own) for part, own in self._share(value, bounds))
+        return self._is_zero(value) or self._is_load(value)
 
-    def _cut(self, value: Value, size: int) -> tuple[Value, ...]:
-        """The parts of a value that has parts of a size, or whose op was taken part by part."""
-        if value.type.size == size:
+    def _cut(self, value: Value, bounds: Bounds) -> tuple[Value, ...]:
+        """The parts of a value that can be cut so, or whose op was taken part by part."""
+        if len(bounds) == 2:
             return (value,)
         if value in self.parts:
             return self.parts[value]
         if self._kind(value) == "cat":
-            return tuple(each for part in self.made[value].values for each in self._cut(part, size))
-        starts = range(0, value.type.size, size)
-        if self._is_zero(value):
-            return (self._zeros(size, value.type.dtype),) * len(starts)
-        return tuple(self._slice(value, start, start + size) for start in starts)
+            shares = self._share(value, bounds)
+            return tuple(each for part, own in shares for each in self._cut(part, own))
+        zero, dtype = self._is_zero(value), value.type.dtype
+        return tuple(
+            self._zeros(stop - start, dtype) if zero else self._slice(value, start, stop)
+            for start, stop in itertools.pairwise(bounds)
+        )
+
+    def _share(self, value: Value, bounds: Bounds) -> Iterator[tuple[Value, Bounds]]:
+        """The parts that a row is put together of, and where each is cut."""
+        start = 0
+        for part in self.made[value].values:
+            stop = start + part.type.size
+            yield part, tuple(at - start for at in bounds if start <= at <= stop)
+            start = stop
 
     def _kind(self, value: Value) -> str:
         """The kind of the op that computes a value; empty if another kernel does."""
@@ -148,18 +164,19 @@ class _Parts:
             return self._is_zero(op.inputs[0])
         return op.kind == "fill" and op.attrs[0] == 0
 
-    def _split(self, op: Op, size: int) -> None:
+    def _split(self, op: Op, bounds: Bounds) -> None:
         """Computes an op part by part."""
-        count = op.result.type.size // size
-        operands = (
-            self._cut(i, size) if isinstance(i, Value) and i.type.size > 1 else (i,) * count
+        sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        operands = [
+            self._cut(i, bounds) if isinstance(i, Value) and i.type.size > 1 else (i,) * len(sizes)
             for i in op.inputs
+        ]
+        self.parts[op.result] = tuple(
+            self._compute(op, inputs, size) for size, *inputs in zip(sizes, *operands, strict=True)
         )
-        parts = (self._compute(op, inputs, size) for inputs in zip(*operands, strict=True))
-        self.parts[op.result] = tuple(parts)
         self.ops.append(Op("cat", self.parts[op.result], op.result))
 
-    def _compute(self, op: Op, inputs: tuple[Operand, ...], size: int) -> Value:
+    def _compute(self, op: Op, inputs: Sequence[Operand], size: int) -> Value:
         """Computes an op of parts, unless one of 0 leaves nothing to compute. (-0.0 + 0.0 would be
         0.0; of a gradient, -0.0 is as good.)"""
         dtype = op.result.type.dtype
@@ -169,7 +186,7 @@ class _Parts:
             for one, other in (inputs, inputs[::-1]):
                 if self._is_zero(one) and isinstance(other, Value) and other.type.size == size:
                     return other
-        return self._make(op.kind, inputs, size, dtype, op.attrs)
+        return self._make(op.kind, tuple(inputs), size, dtype, op.attrs)
 
     def _zeros(self, size: int, dtype: str) -> Value:
         return self._make("fill", (), size, dtype, (0.0, size))

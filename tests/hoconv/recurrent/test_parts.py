@@ -68,6 +68,34 @@ def normalized(x: Any, h: Any) -> Any:
     return h, dict(h=h)
 
 
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def gated(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """Takes parts of two sizes: queries, keys and values, and a number for each head."""
+    n = heads * keys
+    q, k, v = (rnn.reshape(x[:, i * n : (i + 1) * n], heads, keys) for i in range(3))
+    a = rnn.sigmoid(rnn.reshape(x[:, 3 * n : 3 * n + heads], heads, 1))
+    S = a[..., None] * S + rnn.einsum("hk,hv->hkv", k, v)
+    return rnn.einsum("hkv,hk->hv", S, q), dict(S=S)
+
+
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """As these; the number of a head multiplies all its features."""
+    n = heads * keys
+    q, k, v = (rnn.reshape(x[:, i * n : (i + 1) * n], heads, keys) for i in range(3))
+    b = rnn.sigmoid(rnn.reshape(x[:, 3 * n : 3 * n + heads], heads, 1))
+    S = S + rnn.einsum("hk,hv->hkv", k, b * (v - rnn.einsum("hkv,hk->hv", S, k)))
+    return rnn.einsum("hkv,hk->hv", S, q * keys**-0.5), dict(S=S)
+
+
+@rnn.cell(state=("h",))
+def overlapping(x: Any, h: Any) -> Any:
+    """Takes parts that overlap, which cannot be cut; leaves both ends of its input."""
+    z = rnn.tanh(x[:, 1:4]) * rnn.sigmoid(x[:, 3:6]) + rnn.exp(-x[:, 4:7])
+    h = rnn.tanh(rnn.linear("h", h) + z)
+    return h, dict(h=h)
+
+
 @rnn.cell(state=("h",))
 def unequal(x: Any, h: Any) -> Any:
     a, b, c = x[:, :1], x[:, 1:4], x[:, 4:]
@@ -84,6 +112,12 @@ CELLS: dict[str, BoundCell] = {
     "joined": joined.bind(6, 3, {}),
     "normalized": normalized.bind(6, 3, {}),
     "unequal": unequal.bind(6, 3, {}),
+    "overlapping": overlapping.bind(9, 3, {}),
+    "gated": gated.bind(3 * 8 + 2, 8, dict(heads=2, keys=4, values=4)),
+    "gated, odd": gated.bind(3 * 15 + 3, 15, dict(heads=3, keys=5, values=5)),
+    "gated, a head": gated.bind(3 * 4 + 1, 4, dict(heads=1, keys=4, values=4)),
+    "delta": delta.bind(3 * 8 + 2, 8, dict(heads=2, keys=4, values=4)),
+    "delta, a head": delta.bind(3 * 4 + 1, 4, dict(heads=1, keys=4, values=4)),
 }
 OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"recompute": "functions"}, {"recompute": "all"},
@@ -238,7 +272,23 @@ def test_zeros_have_parts_of_any_size(gap: int) -> None:
     row = put_together(value(4, "bf16"), narrow.result)
     wide = Op("cast", (row.result,), value(4 + gap))
     taken = take_parts(group(zeros, narrow, row, wide))
-    assert list_ops(taken) == [("cast", 4), ("fill", 4), ("cat", 4 + gap)]
+    assert list_ops(taken) == [("cast", 4), ("fill", gap), ("cat", 4 + gap)]
+
+
+def test_rows_are_cut_where_a_part_of_any_of_them_ends() -> None:
+    zeros = Op("fill", (), value(6), (0.0, 6)), Op("fill", (), value(2), (0.0, 2))
+    one, other = value(5), value(3)
+    row = put_together(zeros[0].result, one, zeros[1].result)
+    parts = put_together(value(4), value(4), other, value(2))
+    taken = take_parts(group(*zeros, row, parts, Op("add", (row.result, parts.result), value(13))))
+    *_, last = flat(verify(taken).after)
+    assert [v.type.size for v in last.values] == [4, 2, 2, 3, 2]
+    assert list_ops(taken).count(("add", 2)) == list_ops(taken).count(("add", 3)) == 1
+    made = {op.result: op for op in flat(taken.after)}
+    assert made[last.values[3]].values[1] is other
+    slices = [(op.values[0], op.attrs) for op in made.values() if op.kind == "slice"]
+    assert (one, (0, 2)) in slices
+    assert (one, (2, 5)) in slices
 
 
 @pytest.mark.parametrize(("kind", "computed"), [("add", 1), ("sub", 2), ("mul", 2)])
@@ -259,14 +309,14 @@ def test_slices_of_the_result_are_parts() -> None:
         assert taken[0].inputs == (row.values[start // 4],) * 2
 
 
-def test_rows_stay_whole_that_have_no_equal_parts_or_are_reduced() -> None:
-    unequal = add_whole(put_together(value(4), value(3)))
-    scalars = add_whole(put_together(value(1), value(1)))
+def test_rows_stay_whole_that_have_many_parts_or_cannot_be_cut_or_are_reduced() -> None:
+    scalars = add_whole(put_together(value(4), value(1)))
     many = add_whole(put_together(*(value(2) for _ in range(17))))
     row = put_together(value(4), value(4))
     doubled = Op("add", (row.result, row.result), value(8))
     reduced = group(row, doubled, Op("sum", (doubled.result,), value(1)))
     square = Op("mul", (value(8),) * 2, value(8))  # its features are in registers
-    computed = add_whole(put_together(value(4), square.result), square)
-    for whole in (unequal, scalars, many, reduced, computed):
+    rows = put_together(square.result, value(4)), put_together(value(4), value(8))
+    computed = group(square, *rows, Op("add", tuple(op.result for op in rows), value(12)))
+    for whole in (scalars, many, reduced, computed):
         assert take_parts(whole).after == whole.after
