@@ -20,7 +20,7 @@ from hoconv.recurrent.codegen.kernels import KernelWriter, LoopNest, Target, acc
 from hoconv.recurrent.codegen.loops import Kernel
 from hoconv.recurrent.codegen.single_kernel import (
     are_rows_alike,
-    count_independent_features,
+    find_independent_features,
     write_block_per_row,
     write_rows_alike,
     write_thread_per_feature,
@@ -195,13 +195,14 @@ def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
 def _write_whole(program: Program, steps: LoweredSteps) -> tuple[Launch, list[str]]:
     """Writes the kernel of all steps, which have no product."""
     parts = list(steps.kernels.values())
-    size = count_independent_features([kernel for _, kernel in parts])
-    made = _choose_launch("run_all", parts, alone=size is not None)
-    if size is not None and are_rows_alike(program, steps):
-        rows, lines = write_rows_alike(steps, size, made.name, made.threads)
-        return replace(made, rows=rows), lines
-    if size is not None:
-        return made, write_thread_per_feature(program, steps, size, made.name, made.threads)
+    sizes = find_independent_features([kernel for _, kernel in parts])
+    alike = bool(sizes) and are_rows_alike(program, steps)
+    made = _choose_launch("run_all", parts, alone=alike or len(sizes) == 1)
+    if alike:
+        rows, blocks, lines = write_rows_alike(steps, sizes, made.name, made.threads)
+        return replace(made, rows=rows, blocks=blocks), lines
+    if len(sizes) == 1:
+        return made, write_thread_per_feature(program, steps, *sizes, made.name, made.threads)
     functions = [
         line
         for name, kernel in parts

@@ -18,8 +18,8 @@ from hoconv.recurrent.codegen.expressions import TYPES, literal
 from hoconv.recurrent.codegen.loops import Compute, Load, Statement, Store
 from hoconv.recurrent.codegen.single_kernel import (
     Registers,
-    count_independent_features,
     final_state,
+    find_independent_features,
     indent,
     initial_state,
     list_statements,
@@ -77,11 +77,14 @@ def emit_scan(program: Program) -> ScanSource | None:
     if isinstance(affine, str) or affine.mixing or not 1 <= len(affine.states) <= _MOST_STATES:
         return None
     steps = lower_steps(program)
-    size = count_independent_features([kernel for _, kernel in steps.kernels.values()])
+    sizes = find_independent_features([kernel for _, kernel in steps.kernels.values()])
     composed = lower_steps(_with_affine(program, affine))
     kernels = [kernel for _, kernel in composed.kernels.values()]
-    if size is None or any(k.sections[1:] or any(s.scalars for s in k.sections) for k in kernels):
+    if len(sizes) != 1 or any(
+        k.sections[1:] or any(s.scalars for s in k.sections) for k in kernels
+    ):
         return None
+    (size,) = sizes
     wanted = {v for v in (*_flat(affine), affine.cut) if isinstance(v, Value)}
     composing = _select(*list_statements(kernels, size), wanted)
     scalars, loop = list_statements([kernel for _, kernel in steps.kernels.values()], size)

@@ -3,8 +3,8 @@
 Where a feature depends on no other feature either, a thread runs all steps of a feature with its
 states in registers. It loads what it reads of sequences a round of steps ahead, since no step has
 to wait for the one before to know what to load. Without states no step waits for another at all: a
-thread computes a feature of a few rows, whatever their steps. Otherwise a block runs all steps of a
-row, and its threads wait for each other.
+thread computes a feature of a few rows, whatever their steps; values of other sizes are computed by
+other blocks. Otherwise a block runs all steps of a row, and its threads wait for each other.
 
 B batch, T time steps, i the number of steps already done, t the time step that is computed, j the
 feature that a thread computes.
@@ -30,20 +30,21 @@ _REGISTER_BYTES = 4
 _ROWS = 8
 
 
-def count_independent_features(kernels: Sequence[Kernel]) -> int | None:
-    """The number of features if each of them depends on no other one, else None."""
+def find_independent_features(kernels: Sequence[Kernel]) -> tuple[int, ...]:
+    """Finds the sizes of what is computed of a row if each feature depends on no other one, of its
+    size or of another; the largest first."""
     sizes = {size for kernel in kernels for section in kernel.sections for size in section.loops}
-    if len(sizes) != 1 or any(
+    if any(
         len(kernel.sections) > 1
         or any(section.scalars or section.nests for section in kernel.sections)
         for kernel in kernels
     ):
-        return None
-    (size,) = sizes
-    scalars, loop = list_statements(kernels, size)
-    if all(map(_is_own_scalar, scalars)) and all(_is_own(s, size) for s in loop):
-        return size
-    return None
+        return ()
+    for size in sizes:
+        scalars, loop = list_statements(kernels, size)
+        if not (all(map(_is_own_scalar, scalars)) and all(_is_own(s, size) for s in loop)):
+            return ()
+    return tuple(sorted(sizes, reverse=True))
 
 
 def are_rows_alike(program: Program, steps: LoweredSteps) -> bool:
@@ -280,7 +281,7 @@ def write_thread_per_feature(
     """Writes the kernel in which a thread runs all steps of a feature; its grid is (B, blocks).
 
     Args:
-        size: the number of features, as by :func:`count_independent_features`.
+        size: the number of features, the only one of :func:`find_independent_features`.
     """
     kernels = [kernel for _, kernel in steps.kernels.values()]
     writer = Registers(program.reverse)
@@ -315,37 +316,48 @@ def write_thread_per_feature(
 
 
 def write_rows_alike(
-    steps: LoweredSteps, size: int, name: str, threads: int
-) -> tuple[int, list[str]]:
+    steps: LoweredSteps, sizes: Sequence[int], name: str, threads: int
+) -> tuple[int, int, list[str]]:
     """Writes the kernel in which a thread computes a feature of a round of rows that are alike, see
     :func:`are_rows_alike`; its grid is (T * B / the rows of a round, blocks).
 
     To the kernel, the rows of all steps are as many steps of a batch of one: a row of step t is row
-    t * B + row of a sequence, and the order of the steps does not matter.
+    t * B + row of a sequence, and the order of the steps does not matter. The features of each size
+    are those of a block and the next ones.
 
     Args:
-        size: as of :func:`write_thread_per_feature`.
+        sizes: as by :func:`find_independent_features`.
 
     Returns:
-        The rows of a round, and the lines.
+        The rows of a round, the blocks, and the lines.
     """
     kernels = [kernel for _, kernel in steps.kernels.values()]
-    writer = Registers(reverse=False)
-    step = writer.write_all(*list_statements(kernels, size))
-    rows = writer.count_ahead(_ROWS)
-    return rows, [
+    written = []
+    for size in sizes:
+        writer = Registers(reverse=False)
+        written.append((size, writer, writer.write_all(*list_statements(kernels, size))))
+    rows = min(writer.count_ahead(_ROWS) for _, writer, _ in written)
+    blocks, features = 0, []
+    for size, writer, step in written:
+        features += [
+            f"  if (const int64_t j = number - {blocks * threads}; j >= 0 && j < {size}) {{",
+            *indent(4, writer.constants, writer.begin("int64_t{blockIdx.x} * ahead")),
+            *indent(4, writer.write_only_round(step)),
+            "  }",
+        ]
+        blocks += -(-size // threads)
+    lines = [
         f'extern "C" __global__ void __launch_bounds__({threads})',
         f"{name}(const Call c) {{",
         "  const int64_t T = c.T * c.B;",
         "  constexpr int64_t B = 1, row = 0;",
         f"  constexpr int ahead = {rows};",
         f"  {write_count('T')}",
-        "  const int64_t j = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;",
-        f"  if (j >= {size}) return;",
-        *indent(2, writer.constants, writer.begin("int64_t{blockIdx.x} * ahead")),
-        *indent(2, writer.write_only_round(step)),
+        "  const int64_t number = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;",
+        *features,
         "}",
     ]
+    return rows, blocks, lines
 
 
 def initial_state(buffer: Buffer, reverse: bool) -> str:

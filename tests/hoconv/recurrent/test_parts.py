@@ -180,7 +180,7 @@ def find_last(which: str, dtype: torch.dtype) -> Program:
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_features_of_parts_are_independent(dtype: torch.dtype) -> None:
-    for which in ("matrices", "halves"):
+    for which in ("matrices", "halves", "gated", "gated, odd"):
         program = find_last(which, dtype)
         source = emit_cuda(program, whole=True)
         assert source.steps.scratch_bytes == 0

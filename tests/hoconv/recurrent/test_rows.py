@@ -186,6 +186,67 @@ def test_a_thread_computes_rows_of_any_steps(dtype: str, reverse: bool) -> None:
     check_rows(program, rows)
 
 
+def of_sizes(sizes: tuple[int, ...], dtype: str, reverse: bool = False) -> Program:
+    """A program that computes parts of a row, and puts them together in another order."""
+    wide = "f64" if dtype == "f64" else "f32"
+    x, scale = (Value(Type("sequence", (n,), dtype)) for n in (sum(sizes) + 3, 1))
+    row, start, ops, made = Type("step", (1,), wide), 3, [], []
+    wide_scale = Value(row)
+    ops.append(Op("cast", (scale,), wide_scale))
+    for i, n in enumerate(sizes):
+        part, cast, scaled, less = (
+            Value(replace(row, shape=(n,), dtype=own)) for own in (dtype, wide, wide, wide)
+        )
+        ops += [
+            Op("slice", (x,), part, (start, start + n)),
+            Op("cast", (part,), cast),
+            Op("mul", (cast, wide_scale if i else 2.0), scaled),
+            Op("sub", (scaled, float(i)), less),
+        ]
+        made.append(less)
+        start += n
+    row = Value(replace(row, shape=(sum(sizes),)))
+    ops.append(Op("cat", tuple(made[::-1]), row))
+    return Program(
+        name="sizes",
+        params=(),
+        sequences=(("x", x), ("scale", scale)),
+        states=(),
+        step=(Group(tuple(ops)),),
+        results=(),
+        yields=tuple(
+            Yield(f"out_{i}", value, Value(replace(value.type, rate="sequence")))
+            for i, value in enumerate((row, made[0]))
+        ),
+        reverse=reverse,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16", "f16"])
+def test_features_of_several_sizes_are_independent(dtype: str) -> None:
+    for sizes, blocks in (((N, 8), 4), ((5, N, 131), 6), ((2, 3), 2), ((128, 128, 256), 3)):
+        program = of_sizes(sizes, dtype, reverse=sizes[0] == 5)
+        source = emit_cuda(program, whole=True)
+        assert source.steps.scratch_bytes == 0
+        assert "__syncthreads" not in source.text
+        assert source.whole is not None
+        assert source.whole.rows is not None
+        assert source.whole.blocks == blocks
+        check_rows(program, source.whole.rows)
+
+
+def test_a_row_of_several_sizes_that_depends_on_its_step_has_a_block() -> None:
+    program = of_sizes((N, 8), "f32")
+    mask = Op("keep", (), Value(Type("step", (N,), "bool")), (0.4, 3, N))
+    (group,) = program.step
+    assert isinstance(group, Group)
+    drawn = Yield("mask", mask.result, Value(replace(mask.result.type, rate="sequence")))
+    masked = replace(program, step=(Group((*group.ops, mask)),), yields=(*program.yields, drawn))
+    launch = find_launch(masked)
+    assert (launch.rows, launch.blocks) == (None, 1)
+    check_rows(masked, 8)
+
+
 def test_a_block_leaves_rows_past_the_last_alone() -> None:
     program = elementwise("f32", False)
     (loop,) = shim_loops({"program": program}).values()
@@ -225,5 +286,6 @@ def test_rows_that_depend_on_their_step_or_place_are_not_taken_alike(
 @pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 @pytest.mark.parametrize("dtype", ["f64", "f32", "bf16", "f16"])
 def test_kernels_of_rows_compile(dtype: str) -> None:
-    text = emit_cuda(elementwise(dtype, reverse=True), whole=True).text
-    assert compile_cuda("recurrent", text, "sm_90").stat().st_size
+    for program in (elementwise(dtype, reverse=True), of_sizes((N, 8), dtype)):
+        text = emit_cuda(program, whole=True).text
+        assert compile_cuda("recurrent", text, "sm_90").stat().st_size
