@@ -29,6 +29,7 @@ from hoconv.recurrent.codegen.sizes import as_constants
 from hoconv.recurrent.codegen.steps import LoweredSteps, lower_steps, offset, pointers, row_pointers
 from hoconv.recurrent.ir.axes import Axes, Layout
 from hoconv.recurrent.ir.program import Group, Op, Program
+from hoconv.recurrent.passes.rows import repeat_reads
 from hoconv.recurrent.passes.stage import products, stage
 
 HEADER = '#include "recurrent/block.cuh"'
@@ -150,14 +151,17 @@ def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
         whole: whether one kernel runs all steps, if they have no product.
     """
     program = stage(program)
+    whole = whole and not products(program)
+    if whole and not program.states:
+        program = repeat_reads(program)
     fixed = {v for op in products(program) for v in (op.values[0], op.result)}
-    steps = lower_steps(program, fixed)
+    steps = lower_steps(program, fixed, indexed=True)
     lines = [HEADER, "", "using namespace hoconv::recurrent;", ""]
     lines += ["struct Call {", "  int64_t T, B, begin;", "  const int64_t* seed;"]
     lines += [f"  {TYPES[b.type.dtype]}* {b.name};" for b in steps.storage.buffers]
     lines += ["  char* scratch;", "};", ""]
     parts = list(steps.kernels.values())
-    if whole and not products(program):
+    if whole:
         made, written = _write_whole(program, steps)
         return CudaSource("\n".join((*lines, *written)) + "\n", steps, whole=made)
     lines.append(

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hoconv.recurrent.codegen.expressions import TYPES, expression, initial, literal, reduced
-from hoconv.recurrent.codegen.loops import Kernel, Load, Memory, Nest, Reduce, Statement, Store
+from hoconv.recurrent.codegen.loops import (
+    Kernel,
+    Load,
+    Memory,
+    Nest,
+    Reduce,
+    Statement,
+    Store,
+    repeats,
+)
 from hoconv.recurrent.codegen.sizes import size
 from hoconv.recurrent.ir.axes import Axes, Layout, layout
 from hoconv.recurrent.ir.functions import FUNCTIONS, Reduction
@@ -129,7 +138,7 @@ class KernelWriter:
         value = s.value if isinstance(s, Load) else s.op.result
         own = TYPES[value.type.dtype]
         if isinstance(s, Load):
-            given = element(s.memory, feature, s.offset)
+            given = element(s.memory, s.index(feature), s.offset)
         else:
             given = expression(s.op, {v: self._name(v) for v in s.op.values}, feature)
         return f"const {own} {self._name(value)} = {given};"
@@ -155,7 +164,8 @@ class Access:
     """One load or store of a kernel.
 
     Attributes:
-        size: the iterations of its loop; 1 outside of loops, 0 in a loop nest.
+        size: the iterations of its loop; 1 outside of loops, 0 in a loop nest, or where it repeats
+            features.
         offset: from the loop's index to the feature in memory.
     """
 
@@ -170,7 +180,7 @@ def accesses(kernel: Kernel) -> list[Access]:
     loops = [(size, s) for section in kernel.sections for size, s in section.loops.items()]
     loops += [(1, kernel.first), *((1, section.scalars) for section in kernel.sections)]
     found = [
-        Access(s.memory, size, s.offset, isinstance(s, Store))
+        Access(s.memory, 0 if repeats(s) else size, s.offset, isinstance(s, Store))
         for size, statements in loops
         for s in statements
         if isinstance(s, Load | Store)

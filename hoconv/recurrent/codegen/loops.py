@@ -4,7 +4,8 @@ A kernel is a sequence of sections. A section has one loop for each vector lengt
 values of one feature. An op that reads the result of a reduction, or another feature of a vector
 than the one it computes, goes to a later section. A vector that a later section reads is spilled to
 memory: to its home location, or to scratch memory of the row. An op that reads its operands by axes
-is a loop nest of its own, from memory to memory.
+is a loop nest of its own, from memory to memory. What only repeats features that are in memory
+before the kernel can be read in a loop, at an index that is computed: targets may ask for that.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hoconv.recurrent.codegen.storage import Location, Storage
+from hoconv.recurrent.ir.axes import layout
 from hoconv.recurrent.ir.kinds import BY_AXES, is_reduction
 from hoconv.recurrent.ir.program import Group, Op, Type, Value
 
@@ -36,11 +38,20 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Reads the feature at an offset from the loop's index."""
+    """Reads the feature at an offset from the loop's index.
+
+    Attributes:
+        repeat: of a value that repeats others, as :attr:`hoconv.recurrent.ir.axes.Layout.repeat`.
+    """
 
     value: Value
     memory: Memory
     offset: int = 0
+    repeat: tuple[int, int] | None = None
+
+    def index(self, feature: str) -> str:
+        """The index of what is read for a feature of the loop, without the offset."""
+        return feature if self.repeat is None else "{} / {} % {}".format(feature, *self.repeat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +78,11 @@ class Store:
 
 
 Statement = Load | Compute | Reduce | Store
+
+
+def repeats(s: Statement) -> bool:
+    """Returns whether a statement reads other features than that of its loop."""
+    return isinstance(s, Load) and s.repeat is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,13 +117,21 @@ class Kernel:
     scratch_bytes: int
 
 
-def lower(group: Group, storage: Storage, copies: Sequence[Value] = ()) -> Kernel:
-    """Lowers a group; its kernel also stores `copies`, values that it does not compute."""
-    return _Lowering(group, storage, copies).kernel
+def lower(
+    group: Group, storage: Storage, copies: Sequence[Value] = (), indexed: bool = False
+) -> Kernel:
+    """Lowers a group; its kernel also stores `copies`, values that it does not compute.
+
+    Args:
+        indexed: whether loops read what is repeated at an index that they compute.
+    """
+    return _Lowering(group, storage, copies, indexed).kernel
 
 
 class _Lowering:
-    def __init__(self, group: Group, storage: Storage, copies: Sequence[Value]) -> None:
+    def __init__(
+        self, group: Group, storage: Storage, copies: Sequence[Value], indexed: bool
+    ) -> None:
         self.storage = storage
         self.made = {op.result: op for op in group.ops}
         self.section: dict[Value, int] = {}
@@ -116,22 +140,47 @@ class _Lowering:
         self.scratch: dict[Value, Memory] = {}
         self.scratch_bytes = 0
         self.loaded: set[tuple] = set()
+        self.repeated: dict[Value, Load] = {}
+        if indexed:
+            found = map(self._find_repeated, group.ops)
+            self.repeated = {load.value: load for load in found if load is not None}
         for op in group.ops:
             self.section[op.result] = self._section(op)
-        self.late = {v for op in group.ops for v in op.values if self._from_memory(v, op)}
+        read = {v for op in group.ops for v in self._read(op)}
+        self.late = {v for op in group.ops for v in self._read(op) if self._from_memory(v, op)}
         for op in group.ops:
-            self._place(op)
+            if op.kind != "slice" or op.result in read or self.storage.stores.get(op.result):
+                self._place(op)
         for value in copies:
             statements = self._loop(0, value) if value.type.size > 1 else self.first
             statements.append(Load(value, Memory(storage.homes[value], value.type)))
             self._store(value, statements)
         self.kernel = Kernel(self.first, self.sections, self.scratch_bytes)
 
+    def _find_repeated(self, op: Op) -> Load | None:
+        """Finds the load of an op that only repeats what is in memory before the kernel."""
+        if op.kind != "arrange" or (repeat := layout(op).repeat) is None:
+            return None
+        (source,), offset = op.values, 0
+        if source in self.made and self.made[source].kind == "slice":
+            offset = int(self.made[source].attrs[0])
+            (source,) = self.made[source].values
+        if source in self.made:
+            return None
+        return Load(op.result, self._memory(source), offset, repeat)
+
+    def _is_nest(self, op: Op) -> bool:
+        return op.kind in BY_AXES and op.result not in self.repeated
+
+    def _read(self, op: Op) -> tuple[Value, ...]:
+        """What an op reads in loops; it repeats a slice from the memory that this is a slice of."""
+        return () if op.result in self.repeated else op.values
+
     def _section(self, op: Op) -> int:
         """The section of an op; -1 for a scalar that is known before all sections."""
-        row, nest = op.result.type.size > 1, op.kind in BY_AXES
+        row, nest = op.result.type.size > 1, self._is_nest(op)
         at = 0 if row or nest else -1
-        for value in op.values:
+        for value in self._read(op):
             if value not in self.made:
                 known = 0 if is_reduction(op.kind) and value.type.size > 1 else -1
             elif value.type.size == 1:
@@ -151,7 +200,7 @@ class _Lowering:
     def _in_memory(self, value: Value) -> bool:
         """Returns whether a vector of this kernel is in no register: it is put together in
         memory."""
-        return self.made[value].kind in ("cat", *BY_AXES)
+        return self.made[value].kind == "cat" or self._is_nest(self.made[value])
 
     def _from_memory(self, value: Value, op: Op) -> bool:
         """Returns whether an op reads a vector of this kernel from memory instead of from a
@@ -197,12 +246,14 @@ class _Lowering:
         if op.kind == "cat":
             self._place_cat(op)
             return
-        if op.kind in BY_AXES:
+        if self._is_nest(op):
             self._place_nest(op)
             return
         row = result.type.size > 1
         statements = self._loop(section, result) if row else self._scalars(section)
-        if op.kind == "slice":
+        if op.result in self.repeated:
+            statements.append(self.repeated[op.result])
+        elif op.kind == "slice":
             source = op.values[0]
             if source.type.size == 1:
                 self._ready(source, section)

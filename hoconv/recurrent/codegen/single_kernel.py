@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from hoconv.recurrent.codegen.expressions import TYPES, expression
-from hoconv.recurrent.codegen.loops import Compute, Kernel, Load, Statement, Store
+from hoconv.recurrent.codegen.loops import Compute, Kernel, Load, Statement, Store, repeats
 from hoconv.recurrent.codegen.steps import LoweredSteps
 from hoconv.recurrent.codegen.storage import Buffer
 from hoconv.recurrent.ir.program import BYTES, Program, Value, flat
@@ -79,7 +79,7 @@ def _is_own(s: Statement, size: int) -> bool:
         return False
     location = s.memory.location
     if location.buffer.kind in ("state", "history"):
-        own = s.offset == 0 and location.buffer.type.size == size
+        own = s.offset == 0 and location.buffer.type.size == size and not repeats(s)
         return own and location.after == isinstance(s, Store)
     if isinstance(s, Store):
         return location.buffer.kind == "sequence" and s.offset + size <= location.buffer.type.size
@@ -207,6 +207,8 @@ class Registers:
             return [f"const {TYPES[s.op.result.type.dtype]} {self.name(s.op.result)} = {given};"]
         assert isinstance(s, Load | Store) and s.memory.location is not None  # noqa: PT018
         buffer, name = s.memory.location.buffer, self.name(s.value)
+        if isinstance(s, Load) and feature:
+            feature = s.index(feature)
         index = " + ".join(filter(None, (feature, str(s.offset) if s.offset else ""))) or "0"
         if isinstance(s, Store):
             lines = []

@@ -35,10 +35,13 @@ class LoweredSteps:
 
 
 def lower_steps(
-    program: Program, fixed: Collection[Value] = (), keeps_states: bool = False
+    program: Program,
+    fixed: Collection[Value] = (),
+    keeps_states: bool = False,
+    indexed: bool = False,
 ) -> LoweredSteps:
     """Assigns storage (`fixed`, `keeps_states`: see :func:`assign_storage`) and lowers every group
-    to loops."""
+    to loops (`indexed`: see :func:`lower`)."""
     storage = assign_storage(program, fixed, keeps_states)
     made = {op.result for item in storage.items if isinstance(item, Group) for op in item.ops}
     products = {item.result for item in storage.items if isinstance(item, Op)}
@@ -52,7 +55,8 @@ def lower_steps(
     items: list[Op | Group] = []
     for item in storage.items:
         if isinstance(item, Group):
-            kernel = lower(item, storage, copies if item is storage.items[-1] else ())
+            own = copies if item is storage.items[-1] else ()
+            kernel = lower(item, storage, own, indexed)
             if not (kernel.first or kernel.sections):
                 continue
             kernels[item] = f"kernel{len(kernels)}", kernel

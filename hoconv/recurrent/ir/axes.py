@@ -48,6 +48,16 @@ class Layout:
         """The axes that the result does not have."""
         return tuple(axis for axis in range(len(self.sizes)) if axis not in self.result)
 
+    @property
+    def repeat(self) -> tuple[int, int] | None:
+        """How an op repeats its operand without changing the order of its features: feature j of
+        the result is feature j // apart % count of the operand, (apart, count); None if not so."""
+        (own,), result = self.operands, self.result
+        for stop in range(len(own), len(result) + 1):
+            if result[stop - len(own) : stop] == own:
+                return self.count(result[stop:]), self.count(own)
+        return None
+
     def shape(self, axes: Axes) -> tuple[int, ...]:
         """The sizes along some axes."""
         return tuple(self.sizes[axis] for axis in axes)

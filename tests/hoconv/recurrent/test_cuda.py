@@ -71,6 +71,22 @@ def test_kernels_fused_across_steps_wait_for_shared_features() -> None:
 
 
 @needs_compiler
+def test_kernels_fused_across_steps_wait_for_features_that_are_repeated() -> None:
+    @rnn.cell(state=("h",))
+    def repeated(x: Any, h: Any) -> Any:
+        n = h.shape[-1] // 2
+        each = rnn.reshape(h[:, :n], n, 1) + rnn.reshape(rnn.parameter("b"), n, 2)
+        h = rnn.tanh(rnn.linear("h", rnn.reshape(each, 2 * n), x))
+        return h, dict(h=h)
+
+    cell = repeated.bind(3, 400, {})
+    program = plan(cell, torch.float64).forward
+    assert launches(program) == ["linear", "2 parts"]
+    assert shapes(program) == [(1, 416)]
+    check_loops([cell_case(cell)], "auto", shim_loops)
+
+
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 50, 10))
 def test_loops_of_random_cells_are_exact(first: int) -> None:

@@ -117,6 +117,7 @@ CELLS: dict[str, BoundCell] = {
     "gated, odd": gated.bind(3 * 15 + 3, 15, dict(heads=3, keys=5, values=5)),
     "gated, a head": gated.bind(3 * 4 + 1, 4, dict(heads=1, keys=4, values=4)),
     "delta": delta.bind(3 * 8 + 2, 8, dict(heads=2, keys=4, values=4)),
+    "delta, odd": delta.bind(3 * 15 + 3, 15, dict(heads=3, keys=5, values=5)),
     "delta, a head": delta.bind(3 * 4 + 1, 4, dict(heads=1, keys=4, values=4)),
 }
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -193,6 +194,28 @@ def test_the_gradient_of_a_ready_cell_has_independent_features() -> None:
     for dtype in DTYPES:
         backward = plan(CELLS["gla"], dtype, recompute="functions").backward
         assert all(find_launch(each).rows for each in make_row_programs(backward).values())
+
+
+@needs_compiler
+@pytest.mark.parametrize(("which", "heads", "keys"), [("delta", 2, 4), ("delta, odd", 3, 5)])
+def test_what_is_prepared_of_heads_has_independent_features(
+    which: str, heads: int, keys: int
+) -> None:
+    for dtype in DTYPES:
+        made = plan(CELLS[which], dtype, recompute="functions")
+        for program in (made.inference, made.forward):
+            (rows,) = make_row_programs(program).values()
+            source = emit_cuda(rows, whole=True)
+            assert source.steps.scratch_bytes == 0
+            assert source.whole is not None
+            assert source.whole.rows is not None
+            check_rows(rows, source.whole.rows)
+        back = find_last(which, dtype)
+        wide = 8 if dtype == torch.float64 else 4
+        # At most what is summed over keys, the sums, and what these are multiplied by.
+        aligned = sum(-(-n * wide // 64) * 64 for n in (heads * keys, heads, heads))
+        assert emit_cuda(back, whole=True).steps.scratch_bytes <= aligned
+        check_rows(back, 3)
 
 
 @pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))

@@ -14,9 +14,11 @@ from hoconv.jit import nvrtc
 from hoconv.jit.generated import compile_cuda
 from hoconv.recurrent.codegen.cuda import Launch, emit_cuda
 from hoconv.recurrent.frontend.cell import Cell
+from hoconv.recurrent.ir.axes import Layout
 from hoconv.recurrent.ir.evaluate import DTYPES
-from hoconv.recurrent.ir.program import Group, Op, Param, Program, Type, Value, Yield
-from hoconv.recurrent.passes.rows import make_row_programs
+from hoconv.recurrent.ir.program import Group, Op, Param, Program, Type, Value, Yield, flat
+from hoconv.recurrent.ir.verify import verify
+from hoconv.recurrent.passes.rows import make_row_programs, repeat_reads
 from hoconv.recurrent.plans import find_plan
 from hoconv.recurrent.runtime import host
 from hoconv.recurrent.runtime.buffers import bind
@@ -235,6 +237,121 @@ def test_features_of_several_sizes_are_independent(dtype: str) -> None:
         check_rows(program, source.whole.rows)
 
 
+def of_heads(
+    heads: int, each: int, dtype: str, *axes: int, kept: bool = False, reduced: bool = False
+) -> Program:
+    """A program that computes numbers of heads, and repeats them for a row.
+
+    Args:
+        each: how often a number is repeated.
+        axes: the order of the heads (0), of their features (1) and of more that repeats all (2).
+        kept: whether it yields the numbers of the heads, too.
+        reduced: whether these need a sum.
+    """
+    wide, n = "f64" if dtype == "f64" else "f32", 2 * heads * each
+    layout = Layout((heads, each, 2), ((0,),), axes)
+    x, rates = Value(Type("sequence", (n + heads,), dtype)), Value(Type("sequence", (heads,), wide))
+    gain, scale = Value(Type("once", (heads,), wide)), Value(Type("sequence", (1,), wide))
+
+    def value(size: int, own: str = wide) -> Value:
+        return Value(Type("step", (size,), own))
+
+    numbers, row = value(heads, dtype), value(n, dtype)
+    cast, gated, more, total, where = (value(heads, "bool" if i == 4 else wide) for i in range(5))
+    spread, spread_rates, spread_gain, less, made = (value(n) for _ in range(5))
+    spread_where = value(n, "bool")
+    summed = value(1) if reduced else scale
+    ops = [
+        Op("slice", (x,), numbers, (n, n + heads)),
+        Op("cast", (numbers,), cast),
+        *([Op("sum", (cast,), summed)] if reduced else []),
+        Op("mul", (cast, summed), gated),
+        Op("sigmoid", (gated,), more),
+        Op("add", (more, rates), total),
+        Op("gt", (cast, 0.0), where),
+        Op("arrange", (total,), spread, layout.attrs),
+        Op("arrange", (rates,), spread_rates, layout.attrs),
+        Op("arrange", (gain,), spread_gain, layout.attrs),
+        Op("arrange", (where,), spread_where, layout.attrs),
+        Op("slice", (x,), row, (0, n)),
+        Op("cast", (row,), less),
+        Op("where", (spread_where, spread, spread_rates), made),
+    ]
+    results = [made]
+    for other in (less, spread_gain, spread):
+        results.append(value(n))
+        ops.append(Op("mul", (results[-2], other), results[-1]))
+    results = [*results[-1:], spread, *([total] if kept else [])]
+    return Program(
+        name="heads",
+        params=(Param(gain, ()),),
+        sequences=(("x", x), ("rates", rates), ("scale", scale)),
+        states=(),
+        step=(Group(tuple(ops)),),
+        results=(),
+        yields=tuple(
+            Yield(f"out_{i}", each, Value(replace(each.type, rate="sequence")))
+            for i, each in enumerate(results)
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16", "f16"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_features_that_repeat_those_of_heads_are_independent(kept: bool, dtype: str) -> None:
+    orders = ((0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0))
+    for (heads, each), axes in zip([(3, 5), (8, 16), (2, 129), (1, 7)], orders, strict=True):
+        program = of_heads(heads, each, dtype, *axes, kept=kept and heads > 1)
+        source = emit_cuda(verify(program), whole=True)
+        assert source.steps.scratch_bytes == 0
+        assert "__syncthreads" not in source.text
+        assert source.whole is not None
+        assert source.whole.rows is not None
+        assert source.whole.blocks == -(-2 * heads * each // 128) + (kept and heads > 1)
+        check_rows(program, source.whole.rows)
+
+
+def test_what_is_not_read_is_repeated_from_memory() -> None:
+    reduced = of_heads(3, 5, "bf16", 0, 1, 2, reduced=True)
+    x, made, turned = (Value(Type(r, (6,), "f32")) for r in ("sequence", "step", "step"))
+    order = Layout((2, 3), ((0, 1),), (1, 0)).attrs
+    sums, heads, spread = (Value(Type("step", (n,), "f32")) for n in (2, 2, 6))
+    summed = (
+        Op("einsum", (x,), sums, Layout((2, 3), ((0, 1),), (0,)).attrs),
+        Op("exp", (sums,), heads),
+        Op("arrange", (heads,), spread, Layout((2, 3), ((0,),), (0, 1)).attrs),
+    )
+    permuted = Program(
+        name="permuted",
+        params=(),
+        sequences=(("x", x),),
+        states=(),
+        step=(Group((Op("exp", (x,), made), Op("arrange", (made,), turned, order))),),
+        results=(),
+        yields=(Yield("out", turned, Value(x.type)),),
+    )
+    sums_of_heads = replace(
+        permuted, step=(Group(summed),), yields=(Yield("out", spread, Value(x.type)),)
+    )
+    assert tuple(flat(repeat_reads(sums_of_heads).step)) == summed
+    scalar = of_heads(1, 7, "f32", 0, 1, 2, kept=True)  # which each thread computes, one stores
+    for program in (reduced, verify(permuted), verify(sums_of_heads), scalar):
+        assert find_launch(program).rows is None
+        check_rows(program, 8)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_no_number_is_changed_that_is_repeated(number: float) -> None:
+    program = of_heads(3, 5, "f32", 0, 1, 2, kept=True)
+    (loop,) = shim_loops({"program": program}).values()
+    values = draw_values(program, 2, 3)
+    for name, value in program.sequences[:2]:
+        values[value][..., -2 if name == "x" else 0] = number
+    found, _ = loop(program, values, [], None)
+    exact, _ = run_steps(program, values, [], None)
+    torch.testing.assert_close([*found.values()], [*exact.values()], equal_nan=True)
+
+
 def test_a_row_of_several_sizes_that_depends_on_its_step_has_a_block() -> None:
     program = of_sizes((N, 8), "f32")
     mask = Op("keep", (), Value(Type("step", (N,), "bool")), (0.4, 3, N))
@@ -286,6 +403,10 @@ def test_rows_that_depend_on_their_step_or_place_are_not_taken_alike(
 @pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 @pytest.mark.parametrize("dtype", ["f64", "f32", "bf16", "f16"])
 def test_kernels_of_rows_compile(dtype: str) -> None:
-    for program in (elementwise(dtype, reverse=True), of_sizes((N, 8), dtype)):
+    for program in (
+        elementwise(dtype, reverse=True),
+        of_sizes((N, 8), dtype),
+        of_heads(3, 5, dtype, 0, 1, 2),
+    ):
         text = emit_cuda(program, whole=True).text
         assert compile_cuda("recurrent", text, "sm_90").stat().st_size

@@ -75,6 +75,15 @@ def shifted(x: Any, h: Any) -> Any:
     return h, dict(h=h)
 
 
+@rnn.cell(state=("h",))
+def repeated(x: Any, h: Any) -> Any:
+    """Two features read one."""
+    n = h.shape[-1] // 2
+    each = rnn.reshape(h[:, :n], n, 1) + rnn.reshape(rnn.linear("x", x), n, 2)
+    h = rnn.tanh(rnn.reshape(each, 2 * n))
+    return h, dict(h=h)
+
+
 @rnn.cell(state={"h": "hidden_size", "s": 1})
 def two_sizes(x: Any, h: Any, s: Any) -> Any:
     s = rnn.tanh(0.5 * s + rnn.sum(h))
@@ -83,7 +92,7 @@ def two_sizes(x: Any, h: Any, s: Any) -> Any:
 
 
 OWN: list[Cell] = [independent, simple, minimal, several]
-WAITING: list[Cell] = [normed, shifted, two_sizes]
+WAITING: list[Cell] = [normed, shifted, repeated, two_sizes]
 
 
 def of(cell: Cell, hidden_size: int = 4) -> Any:
