@@ -121,6 +121,15 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LAST) : "memory");
 }
 
+// Stores 8 or 16 bytes to global memory at once.
+__device__ __forceinline__ void store_global(void* to, uint2 v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void store_global(void* to, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
 // Stores and loads 16 bytes of global memory, each half at once.
 __device__ __forceinline__ void store_word(uint4* word, uint4 v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(word), "r"(v.x), "r"(v.y),

@@ -101,7 +101,7 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
     float* const to = call.d_products + index * CHUNK * CHUNK;
     for (int at = threadIdx.x * 4; at < CHUNK * CHUNK; at += THREADS * 4) {
       float numbers[4];
-      load(numbers, products + at / CHUNK * SQUARE + at % CHUNK), store(to + at, numbers);
+      load(numbers, products + at / CHUNK * SQUARE + at % CHUNK), write_numbers(to + at, numbers);
     }
   }
 };

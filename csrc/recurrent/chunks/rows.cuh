@@ -53,6 +53,17 @@ struct Word<T, 1> {
   __device__ __forceinline__ void put(int, float x) { number = T(x); }
 };
 
+// Writes a word to global memory at once. (Of a struct the compiler may write each member.)
+template <typename T, int N>
+__device__ __forceinline__ void write_word(T* to, const Word<T, N>& word) {
+  if constexpr (N * sizeof(T) == sizeof(uint4))
+    store_global(to, uint4{word.words[0], word.words[1], word.words[2], word.words[3]});
+  else if constexpr (N > 1 && N * sizeof(T) == sizeof(uint2))
+    store_global(to, uint2{word.words[0], word.words[1]});
+  else
+    *reinterpret_cast<Word<T, N>*>(to) = word;
+}
+
 // What each step, row of the batch and head reads or writes: features that lie APART apart. WORD of
 // them, from a multiple of WORD on, are aligned.
 template <typename T, int APART, int WORD>
@@ -68,13 +79,13 @@ struct Rows {
   // Writes N neighbours, at once where they are aligned.
   template <int N>
   static __device__ __forceinline__ void store(T* to, const float (&from)[N]) {
-    constexpr int EACH = WORD % N == 0 ? N : 1;
+    constexpr int EACH = WORD % N == 0 ? N : N % WORD == 0 ? WORD : 1;
 #pragma unroll
     for (int i = 0; i < N; i += EACH) {
       Word<T, EACH> word;
 #pragma unroll
       for (int z = 0; z < EACH; ++z) word.put(z, from[i + z]);
-      *reinterpret_cast<Word<T, EACH>*>(to + i * APART) = word;
+      write_word(to + i * APART, word);
     }
   }
 };
@@ -101,6 +112,19 @@ __device__ __forceinline__ void store(float* to, const float (&from)[N]) {
 #pragma unroll
     for (int z = 0; z < EACH; ++z) word.put(z, from[i + z]);
     *reinterpret_cast<Word<float, EACH>*>(to + i) = word;
+  }
+}
+
+// The same to global memory.
+template <int N>
+__device__ __forceinline__ void write_numbers(float* to, const float (&from)[N]) {
+  constexpr int EACH = N < 4 ? N : 4;
+#pragma unroll
+  for (int i = 0; i < N; i += EACH) {
+    Word<float, EACH> word;
+#pragma unroll
+    for (int z = 0; z < EACH; ++z) word.put(z, from[i + z]);
+    write_word(to + i, word);
   }
 }
 
@@ -143,7 +167,7 @@ struct State {
   static __device__ __forceinline__ void write(float* x, const float (&from)[N], int key, int c) {
     if constexpr (is_aligned(N)) {
       if ((ALL_KEYS || key < KEYS) && (ALL_COLUMNS || c < COLUMNS))
-        store(x + key * Call::KEY + c, from);
+        write_numbers(x + key * Call::KEY + c, from);
     } else {
 #pragma unroll
       for (int n = 0; n < N; ++n)

@@ -188,7 +188,7 @@ struct ComputeSharedColumns {
     for (int n = 0; n < CHUNK * CHUNK / 4 / THREADS; ++n) {
       const int at = (n * THREADS + threadIdx.x) * 4;
       float numbers[4];
-      load(numbers, products + at / CHUNK * SQUARE + at % CHUNK), store(to + at, numbers);
+      load(numbers, products + at / CHUNK * SQUARE + at % CHUNK), write_numbers(to + at, numbers);
     }
     if constexpr (Call::DECAYS) (BEFORE ? of_earlier : of_decays).add_each(pairs, d_pairs);
   }

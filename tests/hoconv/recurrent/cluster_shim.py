@@ -44,6 +44,7 @@ _HEADER = """
 #define __launch_bounds__(...)
 using std::max;
 using std::min;
+struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline uint4 __ldcg(const uint4* from) { return *from; }
@@ -210,6 +211,11 @@ inline void copy_word(void* to, const void* from) {
     current->copies.back().push_back({to, from});
   else
     memcpy(to, from, 16);
+}
+template <typename T>
+void store_global(void* to, T v) {
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(T)) abort();
+  memcpy(to, &v, sizeof(T));
 }
 inline void group_copies() { current->copies.emplace_back(); }
 template <int LAST>
