@@ -19,6 +19,7 @@ _TILE, _WARP = 16, 32
 _SEGMENTS, _PAD, _WIDE_PAD = 4, 4, 8  # as chunks.cuh has them
 _SQUARE = SEGMENT + _PAD
 _KEYS, _COLUMNS = 32, 64  # of a block, where these are divided among blocks
+_SHARED_WARPS = 8  # of most blocks of kernels whose decays are shared
 _MOST_HEADS = 65_535 // (MOST // _KEYS * MOST // _COLUMNS)  # in a grid
 # Of a multiprocessor, at least, which has registers for all of them; ComputeKeys has many in use.
 _THREADS, _KEYS_THREADS = 512, 384
@@ -99,6 +100,14 @@ def _size_states(keys: int, columns: int) -> Block:
     return Block(-(-keys // own) * -(-columns // slab), _SEGMENTS * _WARP, 4 * shared)
 
 
+def _size_shared_states(keys: int, columns: int) -> Block:
+    """As ``PassSharedStates``."""
+    own, slab = _own_shared(keys), min(_round_up(columns), _COLUMNS)
+    warps = _SHARED_WARPS if own > _KEYS else _SHARED_WARPS // 2
+    shared = SEGMENT * (own + slab + 2 * _WIDE_PAD + 2) + 1
+    return Block(-(-keys // own) * -(-columns // slab), warps * _WARP, 4 * shared)
+
+
 def _size_columns(keys: int, columns: int, backward: bool) -> Block:
     """As ``ComputeColumns``."""
     K, V = _round_up(keys), _round_up(columns)
@@ -112,7 +121,7 @@ def _size_shared_columns(keys: int, columns: int, backward: bool) -> Block:
     K, V = _round_up(keys), _round_up(columns)
     first, second = max(K, V if backward else 0) + _PAD, max(K + _PAD, V + _WIDE_PAD)
     shared = SEGMENT * (first + second + 2 * _SQUARE + 2)
-    return Block(1, 8 * _WARP, 4 * shared)
+    return Block(1, _SHARED_WARPS * _WARP, 4 * shared)
 
 
 def _size_solve(keys: int, columns: int, backward: bool, shared_decays: bool) -> Block:
@@ -134,10 +143,6 @@ def _size_solved_states(keys: int, columns: int) -> Block:
     return Block(-(-columns // slab), _count_threads(K), 4 * shared)
 
 
-def _count_threads(keys: int) -> int:
-    return _SEGMENTS * (64 if keys > 64 else _WARP)
-
-
 def _size_keys(keys: int, columns: int) -> Block:
     """As ``ComputeKeys``."""
     own, row = _own(keys), _round_up(columns) + _PAD
@@ -148,24 +153,10 @@ def _size_keys(keys: int, columns: int) -> Block:
 
 def _size_shared_keys(keys: int, columns: int) -> Block:
     """As ``ComputeSharedKeys``."""
-    own, warps = _own_shared(keys), 8
-    row, pitch = _round_up(columns) + _PAD, own + _WIDE_PAD
-    numbers = SEGMENT * (3 + 2 * 8) + warps  # of steps
-    shared = SEGMENT * max(row, _SQUARE) + own * row + 2 * SEGMENT * pitch + numbers
-    return Block(-(-keys // own), warps * _WARP, 4 * shared)
-
-
-def _size_shared_states(keys: int, columns: int) -> Block:
-    """As ``PassSharedStates``."""
-    own, slab = _own_shared(keys), min(_round_up(columns), _COLUMNS)
-    warps = 8 if own > 32 else 4
-    shared = SEGMENT * (own + slab + 2 * _WIDE_PAD) + 2 * SEGMENT + 1
-    return Block(-(-keys // own) * -(-columns // slab), warps * _WARP, 4 * shared)
-
-
-def _own_shared(keys: int) -> int:
-    """The same where all keys of a head have the same decays."""
-    return next(n for n in (16, 32, 64) if n >= min(keys, 64))
+    own, row = _own_shared(keys), _round_up(columns) + _PAD
+    rows = max(row, _SQUARE) + 2 * (own + _WIDE_PAD) + 3 + 2 * _SHARED_WARPS
+    shared = SEGMENT * rows + own * row + _SHARED_WARPS
+    return Block(-(-keys // own), _SHARED_WARPS * _WARP, 4 * shared)
 
 
 def _own(keys: int) -> int:
@@ -173,8 +164,46 @@ def _own(keys: int) -> int:
     return min(_round_up(keys), _KEYS)
 
 
+def _own_shared(keys: int) -> int:
+    """The same where all keys of a head have the same decays."""
+    return next(n for n in (_TILE, 2 * _TILE, 4 * _TILE) if n >= min(keys, 4 * _TILE))
+
+
+def _count_threads(keys: int) -> int:
+    return _SEGMENTS * (64 if keys > 64 else _WARP)
+
+
 def _round_up(n: int) -> int:
     return -(-n // _TILE) * _TILE
+
+
+def _choose_kernels(linear: Linear) -> dict[str, tuple[Block, str]]:
+    """Chooses the kernels by name: their blocks and types."""
+    sizes = linear.keys.size, linear.columns.size
+    backward, shared, predicts = linear.backward, linear.shares_decays, linear.solved is not None
+    own = "Shared" if shared else ""
+
+    def instance(kernel: str, *flags: bool) -> str:
+        arguments = (*map(str, sizes), *(str(flag).lower() for flag in flags))
+        return f"{kernel}<{', '.join(arguments)}>"
+
+    blocks: dict[str, tuple[Block, str]] = {}
+    if predicts:
+        solve = instance("SolveChunk", backward, shared, linear.early)
+        blocks["run_solve"] = _size_solve(*sizes, backward, shared), solve
+        states = instance("PassSolvedStates", backward)
+        blocks["run_states"] = _size_solved_states(*sizes), states
+    else:
+        states = instance(f"Pass{own}States", backward, linear.early)
+        size_states = _size_shared_states if shared else _size_states
+        blocks["run_states"] = size_states(*sizes), states
+    columns = instance(f"Compute{own}Columns", backward, predicts, linear.early)
+    size_columns = _size_shared_columns if shared else _size_columns
+    blocks["run_columns"] = size_columns(*sizes, backward), columns
+    if backward:
+        keys = instance(f"Compute{own}Keys", predicts, linear.early)
+        blocks["run_keys"] = (_size_shared_keys if shared else _size_keys)(*sizes), keys
+    return blocks
 
 
 def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
@@ -185,31 +214,7 @@ def _write(linear: Linear) -> tuple[dict[str, str], dict[str, Block]]:
         of = f"{TYPES[rows.value.type.dtype]}, {rows.stride(along)}, {aligned(linear, rows)}"
         return f"  Rows<{of}> {name};"
 
-    sizes = linear.keys.size, linear.columns.size
-    backward, shared, predicts = linear.backward, linear.shares_decays, linear.solved is not None
-    of = f"{sizes[0]}, {sizes[1]}"
-    flags = backward, shared, predicts, linear.early
-    back, same, solved, early = (str(each).lower() for each in flags)
-    blocks: dict[str, tuple[Block, str]] = {}
-    if predicts:
-        of_chunk = _size_solve(*sizes, backward, shared)
-        blocks["run_solve"] = of_chunk, f"SolveChunk<{of}, {back}, {same}, {early}>"
-        blocks["run_states"] = _size_solved_states(*sizes), f"PassSolvedStates<{of}, {back}>"
-    elif shared:
-        kernel = f"PassSharedStates<{of}, {back}, {early}>"
-        blocks["run_states"] = _size_shared_states(*sizes), kernel
-    else:
-        blocks["run_states"] = _size_states(*sizes), f"PassStates<{of}, {back}, {early}>"
-    flags = f"{back}, {solved}, {early}"
-    if shared:
-        of_columns = _size_shared_columns(*sizes, backward)
-        blocks["run_columns"] = of_columns, f"ComputeSharedColumns<{of}, {flags}>"
-    else:
-        blocks["run_columns"] = _size_columns(*sizes, backward), f"ComputeColumns<{of}, {flags}>"
-    if backward and shared:
-        blocks["run_keys"] = _size_shared_keys(*sizes), f"ComputeSharedKeys<{of}, {solved}, {early}>"
-    elif backward:
-        blocks["run_keys"] = _size_keys(*sizes), f"ComputeKeys<{of}, {solved}, {early}>"
+    blocks = _choose_kernels(linear)
     begin = [
         HEADER, "", "using namespace hoconv::recurrent;", "",
         "struct Call {",
