@@ -51,6 +51,8 @@ def explain(plan: Plan, directions: int = 1) -> str:
         f"  before the loop, once for all steps: {_list_work(forward.before)}",
         *_describe_delays(forward),
         f"  each step: {_list_work(forward.step)}",
+        *_describe_moved("after the loop", forward.after),
+        *_describe_moved("before the loop backwards", backward.before),
         f"  each step backwards: {_list_work(backward.step)}",
         f"  after the loop backwards, once for all steps: {_list_work(backward.after)}",
     ]
@@ -162,6 +164,12 @@ def _describe_states(program: Program) -> str:
         return unread
     how = f"but {found.mixing} mixes features" if found.mixing else "feature by feature"
     return f"affine in {names}, {how}" + (f"; {unread}" if others else "")
+
+
+def _describe_moved(when: str, ops: tuple[Op | Group, ...]) -> Iterable[str]:
+    """Says what no state waits for."""
+    if ops:
+        yield f"  {when}, once for all steps: {_list_work(ops)}"
 
 
 def _describe_delays(program: Program) -> Iterable[str]:

@@ -23,6 +23,7 @@ from hoconv.recurrent.passes.gradient.reverse import differentiate
 from hoconv.recurrent.passes.gradient.saved import Recompute
 from hoconv.recurrent.passes.hoisting.delay import delay
 from hoconv.recurrent.passes.hoisting.hoist import hoist
+from hoconv.recurrent.passes.hoisting.products import move_products
 from hoconv.recurrent.passes.hoisting.sink import sink
 from hoconv.recurrent.passes.mask import mask
 from hoconv.recurrent.passes.matrix.columns import find_columns
@@ -163,6 +164,8 @@ class Plan:
         return trim(forward, accumulate(backward))
 
     def _fuse(self, program: Program) -> Program:
+        if reaches(self.schedule, "hoisted"):
+            program = move_products(program)
         if not reaches(self.schedule, "fused"):
             return program
         # On a CPU, layers of all sizes have the same loops, which wheels bring: parts depend on

@@ -5,7 +5,7 @@ x is the step's input, h the state.
 
 from __future__ import annotations
 
-from hoconv.recurrent.frontend.axes import cat, einsum
+from hoconv.recurrent.frontend.axes import cat, einsum, reshape
 from hoconv.recurrent.frontend.cell import cell
 from hoconv.recurrent.frontend.frame import Row
 from hoconv.recurrent.frontend.functions import cos, exp, expm1, relu, sigmoid, sin, softplus, sqrt
@@ -56,17 +56,19 @@ def rg_lru(x: Row, h: Row, *, input_size: int, c: float = 8.0) -> Step:
     return h, dict(h=h)
 
 
-@cell(state={"h": (2, "states")})
-def lru(x: Row, h: Row, *, input_size: int, states: int) -> Step:
+@cell(state={"re": "states", "im": "states"})
+def lru(x: Row, re: Row, im: Row, *, input_size: int, states: int) -> Step:
     """The Linear Recurrent Unit: Orvieto et al., Resurrecting Recurrent Neural Networks for Long
-    Sequences, 2023. h has the real parts of complex numbers, then the imaginary ones."""
+    Sequences, 2023. The states are complex numbers, real and imaginary parts."""
     size, phase = exp(-exp(parameter("nu", states))), exp(parameter("theta", states))
-    a, b = (size * cos(phase))[:, None], (size * sin(phase))[:, None]
-    re, im = h[:, :1], h[:, 1:]
-    turned = cat(a * re - b * im, b * re + a * im, axis=1)
-    h = turned + sqrt(1 - size * size)[:, None] * linear("B", x, size=(2, states), bias=False)
-    y = linear("C", h, size=input_size, bias=False)  # the real part of a complex product
-    return y + parameter("D", x) * x, dict(h=h)
+    a, b = size * cos(phase), size * sin(phase)
+    taken = linear("B", x, size=(2, states), bias=False)
+    taken = sqrt(1 - size * size)[:, None] * taken
+    next_re = a * re - b * im + reshape(taken[:, :1], states)
+    next_im = b * re + a * im + reshape(taken[:, 1:], states)
+    # The real part of a complex product.
+    y = linear("C", cat(next_re, next_im), size=input_size, bias=False)
+    return y + parameter("D", x) * x, dict(re=next_re, im=next_im)
 
 
 @cell(state={"h": ("input_size", "states")})

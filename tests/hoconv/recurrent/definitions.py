@@ -157,7 +157,7 @@ def rg_lru(w: Weights, x: Tensor, *states: Tensor, c: float = 8.0, **options: An
 def lru(w: Weights, x: Tensor, *states: Tensor, **options: Any) -> Result:
     """LRU of Orvieto et al. 2023, "Resurrecting Recurrent Neural Networks for Long Sequences".
 
-    State: h (2, N), real parts and imaginary parts. weight_B holds the rows of Re B, then those
+    States: real parts and imaginary parts (N). weight_B holds the rows of Re B, then those
     of Im B; weight_C holds the columns of Re C, then those of -Im C, so y = Re(C h) + D x.
     """
     N = w["nu"].shape[0]
@@ -167,11 +167,11 @@ def lru(w: Weights, x: Tensor, *states: Tensor, **options: Any) -> Result:
     B = torch.complex(w["weight_B"][:N], w["weight_B"][N:])
     C = torch.complex(w["weight_C"][:, :N], -w["weight_C"][:, N:])
 
-    def step(x: Tensor, pair: Tensor) -> Result:
-        h = torch.complex(pair[0], pair[1])
+    def step(x: Tensor, re: Tensor, im: Tensor) -> Result:
+        h = torch.complex(re, im)
         h = transition @ h + scale @ B @ x.to(B.dtype)
         y = (C @ h).real + torch.diag(w["D"]) @ x
-        return y, (torch.stack([h.real, h.imag]),)
+        return y, (h.real, h.imag)
 
     return over_sequences(step, x, states)
 

@@ -30,7 +30,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str]] = {
     "retnet": (HEADS, "affine in S, feature by feature"),
     "hgrn2": (HEADS, "affine in S, feature by feature"),
     "mamba2": (HEADS, "affine in S, feature by feature"),
-    "lru": ({"states": 3}, "affine in h, but slice mixes features"),
+    "lru": ({"states": 3}, "affine in re, im, feature by feature"),
     "delta_net": (HEADS, "affine in S, but einsum mixes features"),
     "gated_delta_net": (HEADS, "affine in S, but einsum mixes features"),
     "rwkv7": (HEADS, "affine in S, but einsum mixes features"),
