@@ -65,7 +65,7 @@ def noisy(x: Any, h: Any) -> Any:
 
 
 BOUND = {cell.name: cell.bind(3, 4, {}) for cell in (projected, two_products, both, fed_back)}
-EVERYTHING = {"masked": True, "resets": True, "reverse": True}
+EVERYTHING: dict[str, Any] = {"masked": True, "resets": True, "reverse": True}
 
 
 def count_products(program: Program) -> int:
@@ -80,7 +80,7 @@ def programs(made: Plan) -> tuple[Program, Program, Program]:
                                             ("fed_back", 1)])  # fmt: skip
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_only_products_that_a_state_waits_for_are_in_the_loop(
-    name: str, left: int, options: dict[str, bool]
+    name: str, left: int, options: dict[str, Any]
 ) -> None:
     made = plan(BOUND[name], torch.float32, **options)
     assert [count_products(program) for program in programs(made)] == [left] * 3
@@ -124,9 +124,9 @@ def test_layers_equal_the_definition(cell: Any) -> None:
         x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
         torch.manual_seed(4)
         output, state = layer(x, lengths=torch.tensor([6, 4]))
-        total = output.square().sum() + sum(s.sin().sum() for s in state)
+        total = torch.stack([t.sin().sum() for t in (output, *state)]).sum()
         first = torch.autograd.grad(total, [x, *layer.parameters()], create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), x)
+        second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), x)
         found[impl] = [output, *state, *first, *second]
     for ours, theirs in zip(found["cpp"], found["reference"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
