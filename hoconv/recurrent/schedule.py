@@ -140,6 +140,7 @@ class Plan:
         if isinstance(self.matrices, str):
             return self.matrices
         forward, backward = differentiate(self.matrices, self.recompute, sparse=True)
+        backward = move_products(backward)
         loaded = prepare(backward, rows=True) if self._chunked else backward
         moved = loaded if isinstance(loaded, str) else move_epilogue(loaded, self._chunked)
         if isinstance(moved, str):

@@ -133,8 +133,21 @@ def early_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
     return output, dict(S=S)
 
 
+@rnn.cell(state={"S": ("heads", "keys", "values")})
+def block(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
+    """What is read is normalised, gated and multiplied, as in published blocks."""
+    q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
+    v, g = (rnn.linear(name, x, size=(heads, values)) for name in "vg")
+    d = rnn.sigmoid(rnn.linear("d", x, size=(heads, 1, 1)))
+    S = d * S + rnn.einsum("hk,hv->hkv", k, v)
+    output = rnn.normalize(rnn.einsum("hkv,hk->hv", S, q)) * rnn.sigmoid(g)
+    return rnn.linear("o", rnn.reshape(output, heads * values)), dict(S=S)
+
+
 PREDICT = ["delta_net", "gated_delta_net", delta, other_delta, early_delta]
-CELLS = [*LIBRARY, one_matrix, any_decay, other_order, some_steps, some_heads, early, *PREDICT]
+CELLS = [
+    *LIBRARY, one_matrix, any_decay, other_order, some_steps, some_heads, early, block, *PREDICT,
+]  # fmt: skip
 
 
 def name_of(cell: Any) -> str:

@@ -17,6 +17,7 @@ from hoconv.recurrent.ir.program import Program, flat
 from hoconv.recurrent.runtime.cpp import compile_loops
 from hoconv.recurrent.schedule import Plan, plan
 from hoconv.tools.testing.cells import CellCase
+from tests.hoconv.recurrent.matrix_shim import shim_matrices
 from tests.hoconv.recurrent.scan_shim import shim_scans
 from tests.hoconv.recurrent.shim import shim_loops
 from tests.hoconv.recurrent.test_compiler import check_loops
@@ -62,6 +63,17 @@ def noisy(x: Any, h: Any) -> Any:
     """Random numbers before the product and after it."""
     h = 0.5 * h + rnn.linear("x", x)
     return rnn.dropout(rnn.linear("o", rnn.dropout(h, 0.4)), 0.3), dict(h=h)
+
+
+@rnn.cell(state={"S": (2, 5, 4)})
+def attended(x: Any, S: Any) -> Any:
+    """A matrix, which products of several sums read."""
+    k, q, p = (rnn.linear(name, x, size=(2, 5)) for name in "kqp")
+    v = rnn.linear("v", x, size=(2, 4))
+    S = rnn.sigmoid(rnn.linear("d", x, size=(2, 1, 1))) * S + rnn.einsum("hk,hv->hkv", k, v)
+    one, other = (rnn.einsum("hkv,hk->hv", S, row) for row in (q, p))
+    o = rnn.linear("o", rnn.reshape(rnn.tanh(one) * rnn.normalize(other), 8))
+    return o + rnn.linear("u", rnn.reshape(other, 8)), dict(S=S)
 
 
 BOUND = {cell.name: cell.bind(3, 4, {}) for cell in (projected, two_products, both, fed_back)}
@@ -113,7 +125,7 @@ def test_scans_are_exact() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("cell", [projected, two_products, both, fed_back, noisy],
+@pytest.mark.parametrize("cell", [projected, two_products, both, fed_back, noisy, attended],
                          ids=lambda cell: cell.name)  # fmt: skip
 def test_layers_equal_the_definition(cell: Any) -> None:
     found = {}
@@ -130,6 +142,13 @@ def test_layers_equal_the_definition(cell: Any) -> None:
         found[impl] = [output, *state, *first, *second]
     for ours, theirs in zip(found["cpp"], found["reference"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@needs_compiler
+def test_matrices_stay_in_registers() -> None:
+    cell = attended.bind(3, 4, {})
+    cases = [CellCase(cell, steps=9, recompute="functions", **each) for each in ({}, EVERYTHING)]
+    check_loops(cases, "auto", shim_matrices)
 
 
 def test_the_explanation_says_what_comes_after_the_loop() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hoconv.recurrent.ir.axes import layout
-from hoconv.recurrent.ir.kinds import BY_AXES, SOURCES, is_elementwise
+from hoconv.recurrent.ir.kinds import BY_AXES, PRODUCTS, SOURCES, is_elementwise
 from hoconv.recurrent.ir.program import Op, Program, Value, flat
 
 
@@ -61,7 +61,7 @@ class _Axes:
 
     def join(self, op: Op) -> None:
         """Notes which values have the same axes."""
-        if op.kind in BY_AXES or op.kind in ("slice", "cat", *SOURCES):
+        if op.kind in BY_AXES or op.kind in ("slice", "cat", *SOURCES, *PRODUCTS):
             self.same((op.result,))
         elif is_elementwise(op.kind):
             self.same((*op.values, op.result))

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from hoconv.recurrent.ir.kinds import BY_AXES
+from hoconv.recurrent.ir.kinds import BY_AXES, PRODUCTS
 from hoconv.recurrent.ir.program import Op, Program, Value, find_operands, flat
 from hoconv.recurrent.passes.matrix.axes import Axes, Axis, NoAxes, find_axes
 from hoconv.recurrent.passes.matrix.tiling import MOST_KEYS
@@ -129,7 +129,9 @@ def _find_late(ops: list[Op], columns: Columns, shared: Container[Value]) -> set
 
 def _is_known(op: Op, columns: Columns, allowed: set[Axis | None]) -> bool:
     """Returns whether an op computes along the axes of the states, from values that do."""
-    if op.kind == "cat" or (op.kind == "slice" and op.values[0].type.rate != "sequence"):
+    if op.kind in ("cat", *PRODUCTS) or (
+        op.kind == "slice" and op.values[0].type.rate != "sequence"
+    ):
         return False
     loads = op.values[0].type.rate == "sequence" if op.kind in ("slice", "cast") else False
     read = (op.result,) if loads else (*op.values, op.result)
