@@ -72,8 +72,9 @@ def attended(x: Any, S: Any) -> Any:
     v = rnn.linear("v", x, size=(2, 4))
     S = rnn.sigmoid(rnn.linear("d", x, size=(2, 1, 1))) * S + rnn.einsum("hk,hv->hkv", k, v)
     one, other = (rnn.einsum("hkv,hk->hv", S, row) for row in (q, p))
-    o = rnn.linear("o", rnn.reshape(rnn.tanh(one) * rnn.normalize(other), 8))
-    return o + rnn.linear("u", rnn.reshape(other, 8)), dict(S=S)
+    mixed = rnn.linear("m", rnn.reshape(rnn.tanh(one), 8), size=(2, 4)) + v
+    o = rnn.linear("o", rnn.reshape(mixed, 8))
+    return o + rnn.linear("u", rnn.reshape(rnn.normalize(other), 8)), dict(S=S)
 
 
 BOUND = {cell.name: cell.bind(3, 4, {}) for cell in (projected, two_products, both, fed_back)}
