@@ -18,7 +18,7 @@
 // The gradient differentiates these products of decays one factor after the other.
 //
 // SHARED decays are those of a head, the same for all its keys. Then D_ji is a number, by which the
-// product q_iᵀ k_j is multiplied: no levels.
+// product q_iᵀ k_j is multiplied: no levels, and kernels of their own (shared_*.cuh).
 //
 // Steps may predict v: solve.cuh.
 #pragma once

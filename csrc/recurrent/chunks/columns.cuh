@@ -82,7 +82,7 @@ struct ComputeColumns : Pairs<KEYS, round_up(KEYS, 16), 2> {
 
   // Computes the gradients of the products of all pairs with what has gradients in `columns`; v is
   // in x. READ: 0 of queries, 1 of keys of predictions. BEFORE: without the pairs of a step with
-  // itself. Ends with a barrier.
+  // itself.
   template <int READ, bool BEFORE, typename Call>
   __device__ __forceinline__ void differentiate_products(const Call& call) {
     __syncthreads();

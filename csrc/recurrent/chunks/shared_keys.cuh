@@ -10,10 +10,10 @@ namespace hoconv::recurrent {
 // Computes the gradients of q, k and d of a chunk, and of p. A block has some keys of a head. With
 // D_0i and D_jC, which scale queries and keys,
 //
-//   d_q_i = D_0i S_0 o'_i + Σ_{j≤i} (q_iᵀ k_j)' k_j,   d_k_j = D_jC S'_C v_j + Σ_{i≥j} (q_iᵀ k_j)'
-//   q_i,
+//   d_q_i = D_0i S_0 o'_i + Σ_{j≤i} (q_iᵀ k_j)' k_j,
+//   d_k_j = D_jC S'_C v_j + Σ_{i≥j} (q_iᵀ k_j)' q_i,
 //
-// where the gradients of products of pairs, with their decays, are those of columns.cuh.
+// where the gradients of products of pairs, with their decays, are those of shared_columns.cuh.
 template <int KEYS, int COLUMNS, bool PREDICTS, bool EARLY>
 struct ComputeSharedKeys {
   static constexpr int K = count_shared(KEYS), BLOCKS = (KEYS + K - 1) / K;
@@ -164,6 +164,7 @@ struct ComputeSharedKeys {
         if (row >= shift) own[row - shift] += sum;
       }
   }
+
   // Takes the gradients of the queries that are loaded, or BEFORE: keys of predictions, whose
   // gradients of what they read are the columns. They read the state before the chunk, and steps of
   // the chunk, in pairs.
