@@ -347,7 +347,7 @@ def test_says_which_steps_are_taken_in_chunks() -> None:
         assert said in rnn.RNN(cell, 8, 16, dtype=torch.bfloat16, **sizes).explain()
     for cell, dtype, reason in (
         (cells.gla, torch.float32, "products of f32 would be in TF32"),
-        (cells.rwkv7, torch.bfloat16, "the state is not scaled by a decay"),
+        (cells.rwkv7, torch.bfloat16, "the state takes outer products of more than one key"),
     ):
         explained = rnn.RNN(cell, 8, 16, dtype=dtype, **sizes).explain()
         assert f"no chunks of steps: {reason}" in explained
@@ -376,7 +376,7 @@ def no_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
     ("cell", "reason"),
     [
         (no_delta, "a step computes an operand"),
-        ("rwkv7", "the state is not scaled by a decay"),
+        ("rwkv7", "the state takes outer products of more than one key"),
         ("mlstm", "there is more than one state"),
     ],
 )

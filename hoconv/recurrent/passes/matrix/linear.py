@@ -173,6 +173,8 @@ class _Finder:
             self.note("v", value)
         if scaled is before:
             return
+        if self.is_kind(scaled, "add") or self.is_kind(scaled, "sub"):
+            raise _Differs("the state takes outer products of more than one key")
         op = self.made.get(scaled)
         if op is None or op.kind != "mul" or len(op.values) != 2 or before not in op.values:
             raise _Differs("the state is not scaled by a decay")
