@@ -64,6 +64,18 @@ __device__ __forceinline__ void write_word(T* to, const Word<T, N>& word) {
     *reinterpret_cast<Word<T, N>*>(to) = word;
 }
 
+// Calls f(i, word) for words of EACH numbers, the first of which is number i.
+template <typename T, int EACH, int N, typename F>
+__device__ __forceinline__ void for_each_word(const float (&from)[N], F f) {
+#pragma unroll
+  for (int i = 0; i < N; i += EACH) {
+    Word<T, EACH> word;
+#pragma unroll
+    for (int z = 0; z < EACH; ++z) word.put(z, from[i + z]);
+    f(i, word);
+  }
+}
+
 // What each step, row of the batch and head reads or writes: features that lie APART apart. WORD of
 // them, from a multiple of WORD on, are aligned.
 template <typename T, int APART, int WORD>
@@ -80,13 +92,8 @@ struct Rows {
   template <int N>
   static __device__ __forceinline__ void store(T* to, const float (&from)[N]) {
     constexpr int EACH = WORD % N == 0 ? N : N % WORD == 0 ? WORD : 1;
-#pragma unroll
-    for (int i = 0; i < N; i += EACH) {
-      Word<T, EACH> word;
-#pragma unroll
-      for (int z = 0; z < EACH; ++z) word.put(z, from[i + z]);
-      write_word(to + i * APART, word);
-    }
+    for_each_word<T, EACH>(
+        from, [to](int i, const Word<T, EACH>& word) { write_word(to + i * APART, word); });
   }
 };
 
@@ -106,26 +113,17 @@ __device__ __forceinline__ void load(float (&to)[N], const float* from) {
 template <int N>
 __device__ __forceinline__ void store(float* to, const float (&from)[N]) {
   constexpr int EACH = N < 4 ? N : 4;
-#pragma unroll
-  for (int i = 0; i < N; i += EACH) {
-    Word<float, EACH> word;
-#pragma unroll
-    for (int z = 0; z < EACH; ++z) word.put(z, from[i + z]);
-    *reinterpret_cast<Word<float, EACH>*>(to + i) = word;
-  }
+  using Own = Word<float, EACH>;
+  for_each_word<float, EACH>(
+      from, [to](int i, const Own& word) { *reinterpret_cast<Own*>(to + i) = word; });
 }
 
 // The same to global memory.
 template <int N>
 __device__ __forceinline__ void write_numbers(float* to, const float (&from)[N]) {
   constexpr int EACH = N < 4 ? N : 4;
-#pragma unroll
-  for (int i = 0; i < N; i += EACH) {
-    Word<float, EACH> word;
-#pragma unroll
-    for (int z = 0; z < EACH; ++z) word.put(z, from[i + z]);
-    write_word(to + i, word);
-  }
+  using Own = Word<float, EACH>;
+  for_each_word<float, EACH>(from, [to](int i, const Own& word) { write_word(to + i, word); });
 }
 
 template <int N>
