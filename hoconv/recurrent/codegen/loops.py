@@ -173,7 +173,7 @@ class _Lowering:
         return op.kind in BY_AXES and op.result not in self.repeated
 
     def _read(self, op: Op) -> tuple[Value, ...]:
-        """What an op reads in loops; it repeats a slice from the memory that this is a slice of."""
+        """Returns what an op reads in loops. What it repeats of a slice it reads from memory."""
         return () if op.result in self.repeated else op.values
 
     def _section(self, op: Op) -> int:

@@ -135,7 +135,7 @@ def early_delta(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
 
 @rnn.cell(state={"S": ("heads", "keys", "values")})
 def block(x: Any, S: Any, *, heads: int, keys: int, values: int) -> Any:
-    """What is read is normalised, gated and multiplied, as in published blocks."""
+    """Normalises, gates and multiplies what it reads, as published blocks do."""
     q, k = (rnn.linear(name, x, size=(heads, keys)) for name in "qk")
     v, g = (rnn.linear(name, x, size=(heads, values)) for name in "vg")
     d = rnn.sigmoid(rnn.linear("d", x, size=(heads, 1, 1)))

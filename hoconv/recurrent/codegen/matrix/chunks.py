@@ -165,7 +165,7 @@ def _own(keys: int) -> int:
 
 
 def _own_shared(keys: int) -> int:
-    """The same where all keys of a head have the same decays."""
+    """Returns the keys of a block where all keys of a head have the same decays."""
     return next(n for n in (_TILE, 2 * _TILE, 4 * _TILE) if n >= min(keys, 4 * _TILE))
 
 
