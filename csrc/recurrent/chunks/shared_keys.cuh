@@ -60,7 +60,12 @@ struct ComputeSharedKeys {
     template <typename Matrix>
     __device__ __forceinline__ void load(const Matrix& matrix, int warp, int lane) {
 #pragma unroll
-      for (int n = 0; n < COUNT; ++n) matrix.read(numbers[n], n * WARPS + warp, 4 * lane);
+      for (int n = 0; n < COUNT; ++n) {
+        if (4 * lane < V)
+          matrix.read(numbers[n], n * WARPS + warp, 4 * lane);
+        else
+          for (float& number : numbers[n]) number = 0;
+      }
     }
     __device__ __forceinline__ void store(float* to, int warp, int lane) const {
       if (4 * lane >= V) return;
@@ -134,8 +139,8 @@ struct ComputeSharedKeys {
     const int i = threadIdx.x;
     if (i < CHUNK) steps.d[i] = read_decay(call, place.begin + i, place.b, place.head);
 #pragma unroll
-    for (int n = 0; n < Steps::PARTS * CHUNK / THREADS; ++n)
-      steps.of_queries[0][n * THREADS + i] = steps.of_keys[0][n * THREADS + i] = 0;
+    for (int at = i; at < Steps::PARTS * CHUNK; at += THREADS)
+      steps.of_queries[at / CHUNK][at % CHUNK] = steps.of_keys[at / CHUNK][at % CHUNK] = 0;
   }
   __device__ __forceinline__ void multiply_decays() const {
     const int i = threadIdx.x % CHUNK;

@@ -239,7 +239,7 @@ def test_chunks_are_as_exact_as_steps(cell: Any) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("T", [1, SEGMENT - 1, SEGMENT, SEGMENT + 1])
-@pytest.mark.parametrize(("keys", "values"), [(3, 2), (80, 128), (128, 80)])
+@pytest.mark.parametrize(("keys", "values"), [(3, 2), (64, 64), (80, 128), (128, 80)])
 @pytest.mark.parametrize("cell", ["hgrn2", "delta_net"])
 def test_sizes_need_not_be_those_of_tiles(cell: str, T: int, keys: int, values: int) -> None:
     check(bind(cell, 1, keys, values), T, 1, torch.bfloat16, reversed=keys == 80)
