@@ -280,19 +280,16 @@ struct PassSolvedStates {
     const auto solved = [&](int64_t n) {
       return Solved<K, ALL>(call, (chunk_at(n) * call.B + b) * call.heads + head);
     };
-    Columns coming(warp);  // what the next chunk begins with
-    const auto read_columns = [&](int64_t n) {
-      coming.each([&](int i, int c, Values& numbers) {
-        if (c < V && first + c < ALL) load(numbers, solved(n).columns + i * ALL + first + c);
-      });
-    };
     read(states, call.first);
-    if (chunks > 0) copy_rows(rows, decays, solved(0)), copy_keys(keys, solved(0)), read_columns(0);
+    if (chunks > 0) copy_rows(rows, decays, solved(0)), copy_keys(keys, solved(0));
     for (int64_t n = 0; n < chunks; ++n) {
       float* const here = between + chunk_at(n) * call.B * all;
       States added(warp);
-      Columns own = coming;
+      Columns own(warp);
       if constexpr (BACKWARD) read(added, here);
+      own.each([&](int i, int c, Values& numbers) {
+        if (c < V && first + c < ALL) load(numbers, solved(n).columns + i * ALL + first + c);
+      });
       write(here);
       states.each([&](int i, int c, const Rows& numbers) {
         if (c < V) store_rounded(own_states + i * PITCH + c, numbers);
@@ -312,7 +309,7 @@ struct PassSolvedStates {
       });
       wait_for_copies<0>();
       __syncthreads();
-      if (n + 1 < chunks) copy_rows(rows, decays, solved(n + 1)), read_columns(n + 1);
+      if (n + 1 < chunks) copy_rows(rows, decays, solved(n + 1));
       if (states.any()) {
         states.add(CHUNK, Along{keys, SQUARE}, WideAcross{columns, PITCH});
         if constexpr (BACKWARD) states.add(added);
