@@ -20,7 +20,7 @@ from hoconv.recurrent.passes.combine import combine
 from hoconv.recurrent.passes.dtypes import infer_dtypes
 from hoconv.recurrent.passes.fuse import fuse
 from hoconv.recurrent.passes.gradient.reverse import differentiate
-from hoconv.recurrent.passes.gradient.saved import Recompute
+from hoconv.recurrent.passes.gradient.saved import Recompute, make_again
 from hoconv.recurrent.passes.hoisting.delay import delay
 from hoconv.recurrent.passes.hoisting.hoist import hoist
 from hoconv.recurrent.passes.hoisting.products import move_products
@@ -148,7 +148,7 @@ class Plan:
         columns = find_columns(separate(moved))
         if isinstance(columns, str):
             return columns
-        forward, backward = trim(forward, accumulate(moved, columns.late))
+        forward, backward = self._trim(forward, accumulate(moved, columns.late))
         forward = move_epilogue(forward, self._chunked)
         for program in (forward, backward):
             reason = program if isinstance(program, str) else emit_matrix(program)
@@ -162,7 +162,12 @@ class Plan:
         if not isinstance(self.matrix_gradient, str):
             return self.matrix_gradient
         forward, backward = differentiate(self._loop, self.recompute)
-        return trim(forward, accumulate(backward))
+        return self._trim(forward, accumulate(backward))
+
+    def _trim(self, forward: Program, backward: Program) -> tuple[Program, Program]:
+        """Drops what the gradient need not read."""
+        again = self.recompute == "functions"
+        return trim(forward, make_again(forward, backward) if again else backward)
 
     def _fuse(self, program: Program) -> Program:
         if reaches(self.schedule, "hoisted"):

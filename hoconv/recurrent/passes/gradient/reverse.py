@@ -67,7 +67,7 @@ def _choose_sparse(program: Program, steps: _StepAdjoint, recompute: Recompute) 
     while count < len(needed):
         count = len(needed)
         saved = choose_saved(program, needed, recompute, sparse=True)
-        again = select_rematerialized(program, needed, saved)
+        again = select_rematerialized(list(flat(program.step)), needed, saved)
         read = needed.union(*(op.values for op in again))
         saved = [v for v in saved if v in read]
         needed |= {s.next for s in _find_replayed(program, saved)}
@@ -283,7 +283,7 @@ def _backward(
     replayed = _find_replayed(program, saved) if sparse else []
     needed = steps.needed() & steps.live() if sparse else steps.needed()
     needed |= {s.next for s in replayed}
-    again = select_rematerialized(program, needed, saved)
+    again = select_rematerialized(list(flat(program.step)), needed, saved)
     values = {
         value: Value(replace(value.type, rate="sequence"), f"saved_{i}")
         for i, value in enumerate(saved)
