@@ -12,7 +12,7 @@ from hoconv.recurrent.codegen.matrix.chunks import emit_chunks
 from hoconv.recurrent.codegen.matrix.kernel import emit_matrix
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.frontend.trace import Declaration, Trace, trace
-from hoconv.recurrent.ir.program import Program, flat
+from hoconv.recurrent.ir.program import Group, Program, flat
 from hoconv.recurrent.ladder import reaches
 from hoconv.recurrent.match import CudnnLayer, fastest, match
 from hoconv.recurrent.passes.accumulate import accumulate
@@ -176,7 +176,11 @@ class Plan:
             return program
         # On a CPU, layers of all sizes have the same loops, which wheels bring: parts depend on
         # sizes.
-        return fuse(program) if self.recompute == "cheap" else take_parts(fuse(program))
+        if self.recompute == "cheap":
+            return fuse(program)
+        fused = fuse(program)
+        scans = isinstance(self.matrices, str) and all(isinstance(i, Group) for i in fused.step)
+        return take_parts(fused, scans)
 
 
 def plan(

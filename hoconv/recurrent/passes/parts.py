@@ -7,13 +7,14 @@ The gradient of a cell that takes parts of its input ends so::
 A kernel puts a row together in memory, so that it would write and read both rows, and its threads
 would wait for each other in between. Of the parts, the sums stay in registers, each is stored where
 it belongs in the result, and a feature depends on no other one. Where the parts of two rows differ,
-both are cut wherever a part ends, which zeros and what is in memory can be.
+both are cut wherever a part ends, which zeros and what is in memory can be. So are rows of which
+only slices are read.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hoconv.recurrent.ir.kinds import is_elementwise, is_reduction
@@ -27,13 +28,14 @@ _MOST_PARTS = 16
 Bounds = tuple[int, ...]  # of the parts of a row: 0, where the second one starts, ..., its size
 
 
-def take_parts(program: Program) -> Program:
+def take_parts(program: Program, steps: bool = False) -> Program:
     """A program whose groups before and after the loop compute with the parts of rows that are put
     together, where these are few.
 
     Args:
         program: one that has been fused: what other kernels have written is in memory already, and
             a load takes any part of it.
+        steps: whether the groups of the loop do so, too.
     """
 
     def region(items: tuple[Op | Group, ...]) -> tuple[Op | Group, ...]:
@@ -42,7 +44,8 @@ def take_parts(program: Program) -> Program:
             for item in items
         )
 
-    return replace(program, before=region(program.before), after=region(program.after))
+    program = replace(program, before=region(program.before), after=region(program.after))
+    return replace(program, step=region(program.step)) if steps else program
 
 
 class _Parts:
@@ -54,9 +57,10 @@ class _Parts:
         parts: by the result of each op that was taken part by part, its parts.
     """
 
-    def __init__(self, group: Group, outputs: Collection[Value]) -> None:
+    def __init__(self, group: Group, outputs: set[Value]) -> None:
         self.group = group
         self.outputs = outputs
+        self.rate = group.ops[-1].result.type.rate
         self.made = {op.result: op for op in group.ops}
         self.ops: list[Op] = []
         self.parts: dict[Value, tuple[Value, ...]] = {}
@@ -98,7 +102,7 @@ class _Parts:
         ends = (
             itertools.accumulate(leaf.type.size for leaf in self._list_leaves(v)) for v in operands
         )
-        bounds = tuple(sorted({0, *itertools.chain(*ends)}))
+        bounds = tuple(sorted({0, *itertools.chain(*ends), *self._list_cuts(results)}))
         sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
         if not 2 <= len(sizes) <= _MOST_PARTS or min(sizes) == 1:
             return None
@@ -106,6 +110,15 @@ class _Parts:
         if results & reduced:  # of all features, which are in registers
             return None
         return bounds if all(self._can_cut(v, bounds) for v in operands) else None
+
+    def _list_cuts(self, results: set[Value]) -> set[int]:
+        """Lists where slices cut what some ops compute, if nothing else reads it."""
+        readers = [op for op in self.group.ops if results & {*op.values}]
+        slices = [op for op in readers if op.kind == "slice"]
+        whole = {op.result for op in readers} - {op.result for op in slices}
+        if results & self.outputs or not whole <= results:
+            return set()
+        return {int(at) for op in slices for at in op.attrs}
 
     def _can_cut(self, value: Value, bounds: Bounds) -> bool:
         """Returns whether a value has parts of these bounds, which cost nothing."""
@@ -202,7 +215,7 @@ class _Parts:
         attrs: tuple[int | float, ...],
     ) -> Value:  # fmt: skip
         """The result of an op of parts; what is computed already is not computed again."""
-        op = Op(kind, inputs, Value(Type("sequence", (size,), dtype)), attrs)
+        op = Op(kind, inputs, Value(Type(self.rate, (size,), dtype)), attrs)
         numbers = tuple(repr(i) if isinstance(i, float) else i for i in inputs)
         key = (kind, numbers, repr(attrs), dtype)
         found = self.seen.get(key) or find_equal(op, self.made)
