@@ -34,11 +34,11 @@ struct Half {
 
 constexpr int64_t WARP = 32;
 
-// Reduces a value over the lanes of a warp. All of them call it and get the result, in the same
-// bits in every run.
-template <typename A, typename F>
+// Reduces a value over the lanes of a warp, or over each LANES neighbours of them, a power of two.
+// All lanes of the warp call it and get the result, in the same bits in every run.
+template <int LANES = WARP, typename A, typename F>
 __device__ A warp_reduce(A value, F combine) {
-  for (int lanes = 16; lanes > 0; lanes /= 2)
+  for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
     value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
   return value;
 }

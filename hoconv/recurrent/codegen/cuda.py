@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hoconv.recurrent.codegen.expressions import TYPES
+from hoconv.recurrent.codegen.groups import find_groups, write_groups
 from hoconv.recurrent.codegen.kernels import KernelWriter, LoopNest, Target, accesses
 from hoconv.recurrent.codegen.loops import Kernel
 from hoconv.recurrent.codegen.single_kernel import (
@@ -152,7 +153,8 @@ def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
     """
     program = stage(program)
     whole = whole and not products(program)
-    if whole and not program.states:
+    groups = find_groups(program) if whole and are_rows_alike(program) else None
+    if whole and not program.states and groups is None:
         program = repeat_reads(program)
     fixed = {v for op in products(program) for v in (op.values[0], op.result)}
     steps = lower_steps(program, fixed, indexed=True)
@@ -160,6 +162,11 @@ def emit_cuda(program: Program, whole: bool = False) -> CudaSource:
     lines += ["struct Call {", "  int64_t T, B, begin;", "  const int64_t* seed;"]
     lines += [f"  {TYPES[b.type.dtype]}* {b.name};" for b in steps.storage.buffers]
     lines += ["  char* scratch;", "};", ""]
+    if groups:  # which are in registers
+        steps = replace(steps, scratch_bytes=0)
+        rows, blocks, threads, written = write_groups(program, steps.storage, groups, "run_all")
+        made = Launch("run_all", blocks, threads, rows)
+        return CudaSource("\n".join((*lines, *written)) + "\n", steps, whole=made)
     parts = list(steps.kernels.values())
     if whole:
         made, written = _write_whole(program, steps)
@@ -200,7 +207,7 @@ def _write_whole(program: Program, steps: LoweredSteps) -> tuple[Launch, list[st
     """Writes the kernel of all steps, which have no product."""
     parts = list(steps.kernels.values())
     sizes = find_independent_features([kernel for _, kernel in parts])
-    alike = bool(sizes) and are_rows_alike(program, steps)
+    alike = bool(sizes) and are_rows_alike(program)
     made = _choose_launch("run_all", parts, alone=alike or len(sizes) == 1)
     if alike:
         rows, blocks, lines = write_rows_alike(steps, sizes, made.name, made.threads)

@@ -47,13 +47,14 @@ def find_independent_features(kernels: Sequence[Kernel]) -> tuple[int, ...]:
     return tuple(sorted(sizes, reverse=True))
 
 
-def are_rows_alike(program: Program, steps: LoweredSteps) -> bool:
-    """Returns whether what is computed of a row, all features of which are independent, depends
-    neither on its step nor on its place in the batch, as states, random masks and constants do."""
+def are_rows_alike(program: Program) -> bool:
+    """Returns whether what is computed of a row depends neither on its step nor on its place in the
+    batch, as states, random masks and constants do."""
+    given = (*(v for _, v in program.sequences), *program.made_before)
     return not (
         program.states
         or any(op.kind == "keep" for op in flat(program.step))
-        or any(buffer.kind == "constant" for buffer in steps.storage.sequences)
+        or any(v.type.rate == "constant" for v in given)
     )
 
 

@@ -328,9 +328,10 @@ inline void multiply_tile(float (&sum)[4], const uint32_t (&a)[4], const uint32_
     }
   }
 }
-template <typename A, typename F>
+constexpr int64_t WARP = 32;
+template <int LANES = WARP, typename A, typename F>
 A warp_reduce(A value, F combine) {
-  for (int lanes = 16; lanes > 0; lanes /= 2)
+  for (int lanes = LANES / 2; lanes > 0; lanes /= 2)
     value = combine(value, __shfl_xor_sync(0xffffffffu, value, lanes));
   return value;
 }

@@ -37,7 +37,7 @@ namespace hoconv::recurrent {
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 constexpr int64_t WARP = 1;
-template <typename A, typename F> A warp_reduce(A value, F) { return value; }
+template <int LANES = 1, typename A, typename F> A warp_reduce(A value, F) { return value; }
 template <typename... A> void block_sum(A&...) {}
 template <typename... A> void block_max(A&...) {}
 }
