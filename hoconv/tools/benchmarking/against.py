@@ -7,7 +7,8 @@ another process, which holds its memory in other places. So each pair of times c
 processes, forked from two, and the ratios of several pairs are judged by Wilcoxon's test of signed
 ranks, whose level is divided by the number of comparisons. What a pair has of the two processes
 that it is forked from stays: mostly up to a percent, and so much is no change; seldom more. What is
-found slower is therefore compared once more, by two other processes, and is slower if it is again.
+found slower is therefore compared once more, where two other processes begin for every pair, and is
+slower if it is again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,8 @@ METHOD = (
     "Two processes, of this package and of the other, time the same calls in turn; on a GPU, with "
     "cold caches. ratios: for each pair of processes, the median over the turns of the least time "
     "new over that old; low, high: their interval by Wilcoxon's test of signed ranks. What was "
-    "slower was compared once more, by two other processes: it has the ratios of these."
+    "slower was compared once more, by pairs of processes that have none in common: it has the "
+    "ratios of these."
 )
 _MORE_PAIRS = 2  # than the fewest with which the test finds anything
 _TURNS, _FEWEST_TURNS = 15, 5
@@ -141,6 +143,9 @@ class Copy:
         self._process.communicate()
 
 
+Copies = tuple[Copy, Copy]  # the other package's and this one's
+
+
 def compare(
     folder: Path,
     operator: Operator,
@@ -168,42 +173,48 @@ def compare(
             sample = make()
             torch.save(([*sample.args], dict(sample.kwargs)), paths[size])
 
-        def measure(wanted: Sequence[Call]) -> tuple[dict[Key, Change], dict[Call, str]]:
+        @contextmanager
+        def start() -> Iterator[Copies]:
             copies = Copy(folder, operator, device), Copy(None, operator, device)
             try:
                 for copy in copies:
                     copy.found()
-                return _measure(copies, wanted, paths, track)
+                yield copies
             finally:
                 for copy in copies:
                     copy.close()
 
-        found, errors = measure([*itertools.product(calls, impls)])
+        with start() as copies:
+            wanted = [*itertools.product(calls, impls)]
+            found, errors = _measure(lambda: nullcontext(copies), wanted, paths, track)
         slower = {key: change for key, change in found.items() if change.verdict == "slower"}
         if slower:
-            again, more = measure([*dict.fromkeys(key[:2] for key in slower)])
+            wanted = [*dict.fromkeys(key[:2] for key in slower)]
+            again, more = _measure(start, wanted, paths, track)
             errors |= more
             found |= {key: change for key, change in again.items() if key in slower}
     return [change for key, change in found.items() if key[:2] not in errors], errors
 
 
 def _measure(
-    copies: tuple[Copy, Copy],
+    start: Callable[[], AbstractContextManager[Copies]],
     wanted: Sequence[Call],
     paths: Mapping[Any, Path],
     track: Callable[[Sequence[int]], Iterable[int]],
 ) -> tuple[dict[Key, Change], dict[Call, str]]:
+    """Compares calls by pairs of processes, each forked from those that `start` gives."""
     ratios: dict[Key, list[float]] = {}
     errors: dict[Call, str] = {}
     for _ in track(range(pairs(len(WAYS) * len(wanted)))):
-        for size, impl in (call for call in wanted if call not in errors):
-            try:
-                found = pair_ratios(copies, str(paths[size]), impl)
-            except _FailedError as error:
-                errors[size, impl] = str(error)
-                continue
-            for way, ratio in found.items():
-                ratios.setdefault((size, impl, way), []).append(ratio)
+        with start() as copies:
+            for size, impl in (call for call in wanted if call not in errors):
+                try:
+                    found = pair_ratios(copies, str(paths[size]), impl)
+                except _FailedError as error:
+                    errors[size, impl] = str(error)
+                    continue
+                for way, ratio in found.items():
+                    ratios.setdefault((size, impl, way), []).append(ratio)
     judged = {key: found for key, found in ratios.items() if key[:2] not in errors}
     return {
         key: Change(*key, *interval(found, FALSE_ALARMS / len(judged)), found)
@@ -211,7 +222,7 @@ def _measure(
     }, errors
 
 
-def pair_ratios(copies: tuple[Copy, Copy], path: str, impl: str) -> dict[str, float]:
+def pair_ratios(copies: Copies, path: str, impl: str) -> dict[str, float]:
     """Returns the median over the turns of new / old for each direction.
 
     Raises:
