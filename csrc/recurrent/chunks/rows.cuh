@@ -151,7 +151,7 @@ struct State {
     if constexpr (is_aligned(N)) {
 #pragma unroll
       for (int n = 0; n < N; ++n) to[n] = 0;
-      if ((ALL_KEYS || first + key < KEYS) && (ALL_COLUMNS || c < COLUMNS))
+      if ((ALL_KEYS || first + key < KEYS) && c < COLUMNS)  // lanes may be more than columns
         load(to, x + (first + key) * Call::KEY + c);
     } else {
 #pragma unroll

@@ -60,12 +60,7 @@ struct ComputeSharedKeys {
     template <typename Matrix>
     __device__ __forceinline__ void load(const Matrix& matrix, int warp, int lane) {
 #pragma unroll
-      for (int n = 0; n < COUNT; ++n) {
-        if (4 * lane < V)
-          matrix.read(numbers[n], n * WARPS + warp, 4 * lane);
-        else
-          for (float& number : numbers[n]) number = 0;
-      }
+      for (int n = 0; n < COUNT; ++n) matrix.read(numbers[n], n * WARPS + warp, 4 * lane);
     }
     __device__ __forceinline__ void store(float* to, int warp, int lane) const {
       if (4 * lane >= V) return;

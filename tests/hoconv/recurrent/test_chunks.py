@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +32,7 @@ needs_compiler = pytest.mark.skipif(
 )
 needs_nvrtc = pytest.mark.skipif(nvrtc.obstacle() is not None, reason=str(nvrtc.obstacle()))
 
+ROOT = Path(__file__).parents[3]
 LIBRARY = ["gla", "retnet", "hgrn2", "mamba2"]
 # Of an error by rounding inputs and outputs alone: what products in TF32 add.
 WORSE = 1.2
@@ -150,6 +155,14 @@ CELLS = [
 ]  # fmt: skip
 
 
+def has_sanitizers() -> bool:
+    """Returns whether the compiler has those that scripts/sanitize.py uses."""
+    if not shutil.which("g++"):
+        return False
+    command = ["g++", "-print-file-name=libasan.so"]
+    return "/" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def name_of(cell: Any) -> str:
     return getattr(cell, "name", cell)
 
@@ -243,6 +256,18 @@ def test_chunks_are_as_exact_as_steps(cell: Any) -> None:
 @pytest.mark.parametrize("cell", ["hgrn2", "delta_net"])
 def test_sizes_need_not_be_those_of_tiles(cell: str, T: int, keys: int, values: int) -> None:
     check(bind(cell, 1, keys, values), T, 1, torch.bfloat16, reversed=keys == 80)
+
+
+@needs_compiler
+@pytest.mark.skipif(not has_sanitizers(), reason="needs g++ and its libasan.so; install them")
+def test_no_kernel_reads_memory_that_is_not_its_own() -> None:
+    """On a GPU, what a block of the allocator has after a tensor may be read unnoticed."""
+    test = f"{__file__}::test_sizes_need_not_be_those_of_tiles"
+    of = [f"{test}[{cell}-64-64-65]" for cell in ("hgrn2", "delta_net")]
+    command = [sys.executable, str(ROOT / "scripts" / "sanitize.py"), "-m", "pytest", "-q", "-s"]
+    done = subprocess.run([*command, "-n0", *of], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "2 passed" in done.stdout
 
 
 @needs_compiler

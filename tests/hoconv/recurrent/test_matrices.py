@@ -22,7 +22,7 @@ from hoconv.recurrent.codegen.matrix.kernel import LEAST_SHARED_BYTES, MatrixSou
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.frontend.serialize import to_text
 from hoconv.recurrent.frontend.trace import trace
-from hoconv.recurrent.ir.program import SEGMENT, Program, count_segments
+from hoconv.recurrent.ir.program import SEGMENT, Program, count_segments, flat
 from hoconv.recurrent.ops import compiled_op
 from hoconv.recurrent.passes.matrix.tiling import choose_tiling
 from hoconv.recurrent.plans import find_plan, request
@@ -198,6 +198,18 @@ def test_states_of_few_steps_are_saved() -> None:
     # One vector of columns, by which a step is repeated without a sum over keys.
     assert [y.source.type.size for y in made.forward.yields] == [8, 24, 8]
     assert not [y for y in plan(bind("gated_delta_net"), torch.float32).forward.yields if y.sparse]
+
+
+@pytest.mark.parametrize("name", ["mlstm", "delta_net", "gated_delta_net", "rwkv7"])
+def test_what_only_ops_after_the_loop_read_is_computed_again(name: str) -> None:
+    """Of what is made before the loop, these read products and sums alone."""
+    forward, backward = plan_for_gpu(bind(name, 2, 16, 16), torch.bfloat16)._gradient
+    made = {op.result: op.kind for op in flat(forward.before)}
+    kinds = {each: made[v] for each, v in forward.results if v in made and v.type.rate != "once"}
+    in_steps = {v for op in (*flat(backward.before), *flat(backward.step)) for v in op.values}
+    in_memory = {each for each, v in backward.sequences if v in in_steps}
+    assert in_memory & kinds.keys()
+    assert {kinds[each] for each in kinds.keys() - in_memory} <= {"linear", "slice", "einsum"}
 
 
 def test_a_saved_state_has_the_length_that_torch_compile_expects() -> None:

@@ -52,7 +52,17 @@ def three(x: Any, a: Any, b: Any, c: Any) -> Any:
     return x + c, dict(a=x + 0.5 * a, b=a, c=b)
 
 
+@rnn.cell(state={"re": "states", "im": "states"})
+def turn(x: Any, re: Any, im: Any, *, states: int) -> Any:
+    """As `spin`, of parts of the input, and both are returned."""
+    angle = rnn.parameter("angle", states)
+    a, b = rnn.cos(angle) * 0.9, rnn.sin(angle) * 0.9
+    re, im = a * re - b * im + x[:, :states], b * re + a * im + x[:, states:]
+    return rnn.cat(re, im), dict(re=re, im=im)
+
+
 SPIN = spin.bind(3, 4, {})
+TURN = turn.bind(8, 8, {"states": 4})
 PLAIN = plain.bind(13, 13, {})
 ONE = [PLAIN, cells.min_gru.bind(3, 13, {}), cells.rg_lru.bind(3, 4, {})]
 
@@ -81,7 +91,7 @@ def test_scans_are_exact(warps: int, blocks: int, reversed: bool) -> None:
         (ONE[2], 66, {**masked, "reverse": True}),
         (ONE[2], 3, {}),
         (ONE[2], 9, {"recompute": "all"}),
-        *((cell, 70, {"recompute": "functions"}) for cell in (*ONE, SPIN)),
+        *((cell, 70, {"recompute": "functions"}) for cell in (*ONE, SPIN, TURN)),
         (ONE[2], 66, {"recompute": "functions", "reverse": True, **masked}),
     ]
     cases = [CellCase(cell, steps=T, **options) for cell, T, options in of]
@@ -143,6 +153,14 @@ def test_what_is_not_affine_or_not_feature_by_feature_is_not_scanned() -> None:
         assert emit_scan(plan(cell, torch.float32).forward) is None
     for cell in (cells.delta_net.bind(3, 4, heads), cells.gla.bind(3, 4, heads)):
         assert all(emit_scan(program) is None for program in programs(cell))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cell", [*ONE, SPIN, TURN, cells.lru.bind(3, 4, {"states": 4})])
+def test_a_gpu_scans_in_every_dtype(cell: BoundCell, dtype: torch.dtype) -> None:
+    made = plan(cell, dtype, recompute="functions")
+    for program in (made.inference, made.forward, made.backward):
+        assert emit_scan(program) is not None
 
 
 def test_gradients_of_what_is_not_affine_are_scanned() -> None:
