@@ -209,7 +209,7 @@ def test_what_only_ops_after_the_loop_read_is_computed_again(name: str) -> None:
     in_steps = {v for op in (*flat(backward.before), *flat(backward.step)) for v in op.values}
     in_memory = {each for each, v in backward.sequences if v in in_steps}
     assert in_memory & kinds.keys()
-    assert {kinds[each] for each in kinds.keys() - in_memory} <= {"linear", "slice", "einsum"}
+    assert {kinds[each] for each in kinds.keys() - in_memory} <= {"linear", "einsum"}
 
 
 def test_a_saved_state_has_the_length_that_torch_compile_expects() -> None:

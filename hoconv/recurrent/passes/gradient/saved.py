@@ -45,7 +45,7 @@ def choose_saved(
     free = {v for _, v in program.sequences}  # saved for the gradients of weights anyway
     ops = list(flat(program.step))
     made = {op.result for op in ops}
-    alone = not any(op.kind in PRODUCTS for op in ops)
+    alone = sparse or not any(op.kind in PRODUCTS for op in ops)  # sparse: products move out
     functions = recompute == "functions" and alone
     if sparse:
         free |= {state.value for state in program.states}
@@ -141,7 +141,12 @@ def make_again(forward: Program, backward: Program) -> Program:
             return not layout(op).reduced
         return op.kind != "keep" and (is_cheap(op.kind) or is_elementwise(op.kind))
 
-    cut = _find_cut(ops, wanted, again, lambda v: 0 if v in free else v.type.row_bytes)
+    def cost(value: Value) -> int:
+        """That of a product is in memory already, what else is kept has to be written, too."""
+        in_memory = value in numbers and ops[numbers[value]].kind in PRODUCTS
+        return 0 if value in free else value.type.row_bytes * (1 if in_memory else 2)
+
+    cut = _find_cut(ops, wanted, again, cost)
     made = select_rematerialized(ops, wanted, cut | free)
     clones = [
         Op(clone.kind, clone.inputs, values.get(op.result, op.result), op.attrs)
@@ -151,6 +156,4 @@ def make_again(forward: Program, backward: Program) -> Program:
     results = {op.result for op in clones}
     sequences = [(name, v) for name, v in backward.sequences if v not in results]
     sequences += [(named[v], v) for v in cut - values.keys()]
-    return replace(
-        backward, sequences=tuple(sequences), after=(*clones, *backward.after)
-    )
+    return replace(backward, sequences=tuple(sequences), after=(*clones, *backward.after))
