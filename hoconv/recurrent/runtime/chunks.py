@@ -28,6 +28,7 @@ from hoconv.recurrent.runtime.interpret import Tensors
 from hoconv.recurrent.runtime.matrices import SHARED_BYTES
 
 LEAST_STEPS = 128  # of fewer, one kernel that keeps the states in registers waits less
+_STATES_OF_MULTIPROCESSOR = 2  # with more, steps of one do not wait for its memory
 _ABSENT = [0] * 4
 _WORD = 4  # floats that a thread reads at once
 _AMPERE = (8, 0)  # the first with products in TF32
@@ -44,9 +45,18 @@ class ChunkLoop:
         self._code = functools.cache(self._compile)
         self._kernels = functools.cache(self._load)
 
-    def serves(self, T: int, device: torch.device) -> bool:
-        """Returns whether the kernels run so many steps on a GPU, and are faster than steps."""
-        return T >= LEAST_STEPS and self._fits(torch.cuda.get_device_capability(device))
+    def serves(self, T: int, B: int, device: torch.device) -> bool:
+        """Returns whether the kernels run so many steps on a GPU, and are faster than steps.
+
+        To solve a chunk takes time that does not depend on the number of keys. Where these are few,
+        as many states as fill a GPU take their steps faster.
+        """
+        gpu = torch.cuda.get_device_properties(device)
+        if self.source.linear.solved and self.source.linear.keys.size < SEGMENT:
+            states = B * self.source.heads
+            if states > _STATES_OF_MULTIPROCESSOR * gpu.multi_processor_count:
+                return False
+        return T >= LEAST_STEPS and self._fits((gpu.major, gpu.minor))
 
     def prepare(self, architecture: str) -> None:
         """Compiles the kernels, where a GPU can run them.

@@ -111,7 +111,7 @@ class CudaLoop:
             with use(device):
                 runs = [LoopRun(program, values, initial, seed)]
                 return self.clusters.run(found, runs, device)[0]
-        if self.chunks and self.chunks.serves(T, device):
+        if self.chunks and self.chunks.serves(T, B, device):
             with use(device):
                 return self.chunks.run(program, values, initial, T, B, device)
         if self.matrices:
