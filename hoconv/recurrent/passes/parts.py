@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hoconv.recurrent.ir.kinds import is_elementwise, is_reduction
-from hoconv.recurrent.ir.program import Group, Op, Operand, Program, Type, Value
+from hoconv.recurrent.ir.program import Group, Op, Operand, Program, Rate, Type, Value
 from hoconv.recurrent.passes.rows import find_outputs
 from hoconv.recurrent.passes.simplify import find_equal
 
@@ -60,7 +60,7 @@ class _Parts:
     def __init__(self, group: Group, outputs: set[Value]) -> None:
         self.group = group
         self.outputs = outputs
-        self.rate = group.ops[-1].result.type.rate
+        self.rate: Rate = group.ops[-1].result.type.rate
         self.made = {op.result: op for op in group.ops}
         self.ops: list[Op] = []
         self.parts: dict[Value, tuple[Value, ...]] = {}
