@@ -148,7 +148,7 @@ class Plan:
         columns = find_columns(separate(moved))
         if isinstance(columns, str):
             return columns
-        forward, backward = self._trim(forward, accumulate(moved, columns.late))
+        forward, backward = trim(forward, accumulate(moved, columns.late), self.recompute)
         forward = move_epilogue(forward, self._chunked)
         for program in (forward, backward):
             reason = program if isinstance(program, str) else emit_matrix(program)
@@ -162,12 +162,7 @@ class Plan:
         if not isinstance(self.matrix_gradient, str):
             return self.matrix_gradient
         forward, backward = differentiate(self._loop, self.recompute)
-        return self._trim(forward, accumulate(backward))
-
-    def _trim(self, forward: Program, backward: Program) -> tuple[Program, Program]:
-        """Drops what the gradient need not read."""
-        again = self.recompute == "functions"
-        return trim(forward, make_again(forward, backward) if again else backward)
+        return trim(forward, accumulate(backward), self.recompute)
 
     def _fuse(self, program: Program) -> Program:
         if reaches(self.schedule, "hoisted"):
@@ -251,8 +246,10 @@ def plan_trace(
     return Plan(schedule, traced.declarations, tuple(common), recompute)
 
 
-def trim(forward: Program, backward: Program) -> tuple[Program, Program]:
-    """Drops results of `forward`, and sequences of `backward`, that `backward` does not read."""
+def trim(forward: Program, backward: Program, recompute: Recompute) -> tuple[Program, Program]:
+    """Drops results of `forward`, and sequences of `backward`, that `backward` need not read."""
+    if recompute == "functions":
+        backward = make_again(forward, backward)
     regions = (*backward.before, *backward.step, *backward.after)
     read = {v for op in flat(regions) for v in op.values}
     read |= backward.returned | {s.next for s in backward.states}

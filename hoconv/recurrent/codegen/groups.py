@@ -53,9 +53,8 @@ class Groups:
     def axes_of(self, value: Value) -> str | None:
         """Returns of what a value has a number each: ``g`` groups, ``i`` features of a group, both
         or neither; None if of something else."""
-        sizes = {1: "", self.size: "i", self.count: "g", self.count * self.size: "gi"}
-        if self.count == 1:
-            sizes = {1: "", self.size: "i"}
+        # Of a single group, the features are those of a row. The last of equal sizes counts.
+        sizes = {self.count * self.size: "gi", self.size: "i", self.count: "g", 1: ""}
         return sizes.get(value.type.size)
 
 
@@ -65,14 +64,16 @@ def find_groups(program: Program) -> Groups | None:
     sums = [layout(op).sizes for op in ops if op.kind in ("einsum", "largest")]
     if not sums or not 1 <= len(sums[0]) <= 2:
         return None
-    groups = Groups(*(1, *sums[0])[-2:])
-    if not 1 < groups.size <= _MOST_FEATURES:
+    count, size = (1, *sums[0])[-2:]  # without an axis of groups, a row is one
+    groups = Groups(count, size)
+    if not 1 < size <= _MOST_FEATURES:
         return None
     made = {op.result: op for op in ops}
     return groups if all(_stays_in_group(op, groups, made) for op in ops) else None
 
 
 def _stays_in_group(op: Op, groups: Groups, made: dict[Value, Op]) -> bool:
+    """Returns whether no number of the result depends on those of other groups."""
     axes = [groups.axes_of(v) for v in op.values]
     own = groups.axes_of(op.result)
     if any(v in made and made[v].kind == "cat" for v in op.values):
@@ -107,8 +108,9 @@ def write_groups(
     Returns:
         The rows of a block, the blocks, the threads of each, and the lines.
     """
-    threads = min(_THREADS, -(-groups.count * groups.lanes * groups.rows // _WARP) * _WARP)
-    blocks = -(-groups.count * groups.lanes * groups.rows // threads)
+    lanes = groups.count * groups.lanes * groups.rows
+    threads = min(_THREADS, -(-lanes // _WARP) * _WARP)
+    blocks = -(-lanes // threads)
     writer = _Writer(groups, storage)
     for op in flat(program.step):
         writer.place(op)

@@ -45,7 +45,8 @@ def choose_saved(
     free = {v for _, v in program.sequences}  # saved for the gradients of weights anyway
     ops = list(flat(program.step))
     made = {op.result for op in ops}
-    alone = sparse or not any(op.kind in PRODUCTS for op in ops)  # sparse: products move out
+    # Loops of sparse states have no product: what only the output waits for moves after them.
+    alone = sparse or not any(op.kind in PRODUCTS for op in ops)
     functions = recompute == "functions" and alone
     if sparse:
         free |= {state.value for state in program.states}
@@ -136,24 +137,20 @@ def make_again(forward: Program, backward: Program) -> Program:
     free |= {v for v in numbers if v.type.rate != "sequence"}
 
     def again(op: Op) -> bool:
-        """Also costly functions: ops after a loop wait for memory."""
+        """Returns whether an op may be: costly functions, too, since memory is waited for."""
         if op.kind == "einsum":
             return not layout(op).reduced
         return op.kind != "keep" and (is_cheap(op.kind) or is_elementwise(op.kind))
 
     def cost(value: Value) -> int:
-        """That of a product is in memory already, what else is kept has to be written, too."""
+        """Returns the bytes to read and, but for products, which are in memory, to write."""
         in_memory = value in numbers and ops[numbers[value]].kind in PRODUCTS
         return 0 if value in free else value.type.row_bytes * (1 if in_memory else 2)
 
     cut = _find_cut(ops, wanted, again, cost)
     made = select_rematerialized(ops, wanted, cut | free)
-    clones = [
-        Op(clone.kind, clone.inputs, values.get(op.result, op.result), op.attrs)
-        for op in made
-        for clone in [substitute(op, values)]
-    ]
-    results = {op.result for op in clones}
+    made = [replace(substitute(op, values), result=values.get(op.result, op.result)) for op in made]
+    results = {op.result for op in made}
     sequences = [(name, v) for name, v in backward.sequences if v not in results]
     sequences += [(named[v], v) for v in cut - values.keys()]
-    return replace(backward, sequences=tuple(sequences), after=(*clones, *backward.after))
+    return replace(backward, sequences=tuple(sequences), after=(*made, *backward.after))
