@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.support import has_sanitizers
 
 LIBRARY = """
 extern "C" float sum(const float* x, int n) {
@@ -31,14 +31,7 @@ made.twice(int(sys.argv[3]))
 """
 
 
-def _sanitizers() -> bool:
-    command = ["g++", "-print-file-name=libasan.so"]
-    if not shutil.which("g++"):
-        return False
-    return "/" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.skipif(not _sanitizers(), reason="needs g++ and its libasan.so; install them")
+@pytest.mark.skipif(not has_sanitizers(), reason="needs g++ and its libasan.so; install them")
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

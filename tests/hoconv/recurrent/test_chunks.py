@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ from hoconv.recurrent.codegen.matrix.chunks import ChunkSource, emit_chunks
 from hoconv.recurrent.frontend.cell import BoundCell
 from hoconv.recurrent.frontend.trace import trace
 from hoconv.recurrent.ir.program import SEGMENT
+from hoconv.recurrent.runtime.chunks import LEAST_STEPS, ChunkLoop
 from hoconv.recurrent.runtime.host import HostCode
 from hoconv.recurrent.schedule import Plan, plan
 from hoconv.tools.testing.cells import run_program
 from tests.hoconv.recurrent.chunk_shim import shim_chunks
 from tests.hoconv.recurrent.matrix_shim import shim_matrices
+from tests.support import has_sanitizers
 
 needs_compiler = pytest.mark.skipif(
     jit.obstacle("cpu") is not None, reason=str(jit.obstacle("cpu"))
@@ -158,14 +161,6 @@ CELLS = [
 ]  # fmt: skip
 
 
-def has_sanitizers() -> bool:
-    """Returns whether the compiler has those that scripts/sanitize.py uses."""
-    if not shutil.which("g++"):
-        return False
-    command = ["g++", "-print-file-name=libasan.so"]
-    return "/" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def name_of(cell: Any) -> str:
     return getattr(cell, "name", cell)
 
@@ -268,7 +263,10 @@ def test_no_kernel_reads_memory_that_is_not_its_own() -> None:
     test = f"{__file__}::test_sizes_need_not_be_those_of_tiles"
     of = [f"{test}[{cell}-64-64-65]" for cell in ("hgrn2", "delta_net")]
     command = [sys.executable, str(ROOT / "scripts" / "sanitize.py"), "-m", "pytest", "-q", "-s"]
-    done = subprocess.run([*command, "-n0", *of], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [*command, "-n0", *of], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, "CXX": "g++"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
     assert "2 passed" in done.stdout
 
@@ -379,6 +377,24 @@ def test_says_which_steps_are_taken_in_chunks() -> None:
     ):
         explained = rnn.RNN(cell, 8, 16, dtype=dtype, **sizes).explain()
         assert f"no chunks of steps: {reason}" in explained
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("keys", "B", "chunks"), [(32, 8, True), (32, 128, False), (64, 128, True)]
+)
+def test_many_states_of_few_keys_take_steps(
+    keys: int, B: int, chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    H100 = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: H100)
+    device = torch.device("cuda", 0)
+    for cell, always in (("delta_net", False), ("retnet", True)):
+        source = emit_chunks(plan_for_gpu(bind(cell, 4, keys, 32)).inference)
+        assert isinstance(source, ChunkSource)
+        loop = ChunkLoop(source)
+        assert loop.serves(LEAST_STEPS, B, device) == (chunks or always)
+        assert not loop.serves(LEAST_STEPS - 1, B, device)
 
 
 @needs_nvrtc

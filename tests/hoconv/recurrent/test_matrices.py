@@ -202,7 +202,7 @@ def test_states_of_few_steps_are_saved() -> None:
 
 @pytest.mark.parametrize("name", ["mlstm", "delta_net", "gated_delta_net", "rwkv7"])
 def test_what_only_ops_after_the_loop_read_is_computed_again(name: str) -> None:
-    """Of what is made before the loop, these read products and sums alone."""
+    """Compares kinds: ops after the loop read products and sums that were made before it."""
     forward, backward = plan_for_gpu(bind(name, 2, 16, 16), torch.bfloat16)._gradient
     made = {op.result: op.kind for op in flat(forward.before)}
     kinds = {each: made[v] for each, v in forward.results if v in made and v.type.rate != "once"}
